@@ -1,0 +1,178 @@
+"""What a model is: frozen, hashable configurations whose checks say what to change.
+
+Field names follow the glossary; `checkpoints_conv` maps Hugging Face's and GGUF's onto them.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, rotate-half convention (Hugging Face), arXiv 2104.09864.
+
+    Attributes:
+      theta: base of the frequencies.
+      rope_type: "default", "linear" (positions divided by `factor`), "dynamic" (NTK-aware: theta
+        grows with the sequence beyond `original_max_position`), "llama3" (low frequencies divided
+        by `factor`) or "yarn" (arXiv 2309.00071).
+      factor: the stretch, >= 1.
+      original_max_position: positions the model was trained for before stretching.
+      low_freq_factor, high_freq_factor: llama3's band limits.
+      beta_fast, beta_slow: yarn's band limits, in rotations.
+      attention_factor: yarn's multiplier of cos and sin; None means 0.1 ln(factor) + 1.
+      mscale, mscale_all_dim: yarn's DeepSeek-style multipliers; 0 means absent.
+      truncate: yarn rounds its band limits to whole dimensions.
+    """
+
+    theta: float = 10_000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    def __post_init__(self):
+        require(
+            self.rope_type in ROPE_TYPES,
+            f"rope_type={self.rope_type!r}: must be one of {ROPE_TYPES}; this RoPE scaling is not "
+            "implemented, and ignoring it would give wrong text",
+        )
+        _require_positive(self, "theta", "low_freq_factor", "high_freq_factor")
+        require(
+            math.isfinite(self.factor) and self.factor >= 1,
+            f"rope factor={self.factor}: must be a finite number >= 1",
+        )
+        if self.rope_type in ("dynamic", "llama3", "yarn"):
+            require(
+                self.original_max_position >= 1,
+                f"original_max_position={self.original_max_position}: rope_type={self.rope_type!r} "
+                "needs the length the model was trained for (original_max_position_embeddings)",
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer with grouped-query attention and a gated MLP.
+
+    Attributes:
+      architecture: the family, one of `ARCHITECTURES`; what is computed depends on the other fields
+        alone, this one names the checkpoint's tensor layout.
+      vocab_size: rows of the embedding (V).
+      hidden_size: width of the residual stream (D).
+      intermediate_size: width of the MLP (F).
+      num_layers, num_heads, num_kv_heads, head_dim: L, N, K, H; N is a multiple of K.
+      max_model_len: the longest sequence, prompt and output together.
+      rms_norm_eps: added to the mean square.
+      activation: of the MLP's gate, one of `ACTIVATIONS`.
+      tie_word_embeddings: the head is the transposed embedding.
+      qkv_bias, attention_output_bias, mlp_bias: which linears carry a bias.
+      qk_norm: RMS norm over each head of q and k before RoPE (Qwen3).
+      sliding_window: positions a query sees, itself included; None for all.
+      rope: rotary position embedding.
+      bos_token_id: None where the model has none.
+      eos_token_ids: the union of config.json's and generation_config.json's.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    rms_norm_eps: float = 1e-5
+    activation: str = "silu"
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    rope: RopeConfig = RopeConfig()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        require(
+            self.architecture in ARCHITECTURES,
+            f"architecture={self.architecture!r}: must be one of {ARCHITECTURES}",
+        )
+        require(
+            self.activation in ACTIVATIONS,
+            f"activation={self.activation!r}: must be one of {ACTIVATIONS}",
+        )
+        _require_positive(
+            self, "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
+            "num_kv_heads", "head_dim", "max_model_len", "rms_norm_eps",
+        )  # fmt: skip
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}",
+        )
+        require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: RoPE needs an even number")
+        require(
+            self.sliding_window is None or self.sliding_window >= 1,
+            f"sliding_window={self.sliding_window}: must be >= 1, or None for full attention",
+        )
+        named = {"bos_token_id": self.bos_token_id} if self.bos_token_id is not None else {}
+        named |= {f"eos_token_ids[{i}]": token for i, token in enumerate(self.eos_token_ids)}
+        for name, token in named.items():
+            require(
+                0 <= token < self.vocab_size,
+                f"{name}={token}: must be in 0..{self.vocab_size - 1} (vocab_size)",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict that `from_dict` turns back into an equal config."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "ModelConfig":
+        """The inverse of `to_dict`; an unknown or missing field is a ValueError that names it."""
+        fields = dict(fields)
+        rope = _build(RopeConfig, fields.pop("rope", {}), "rope.")
+        fields["eos_token_ids"] = tuple(fields.get("eos_token_ids", ()))
+        return _build(cls, fields | {"rope": rope}, "")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError(message) unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(
+            math.isfinite(value) and value > 0,
+            f"{name}={value}: must be a finite number greater than 0",
+        )
+
+
+def _build(cls: type, fields: dict[str, Any], prefix: str) -> Any:
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    for name in fields:
+        require(
+            name in known,
+            f"unknown configuration field {prefix}{name!r}: known are {sorted(known)}",
+        )
+    for name, field in known.items():
+        required = field.default is dataclasses.MISSING
+        require(name in fields or not required, f"missing configuration field {prefix}{name!r}")
+    return cls(**fields)

@@ -1,0 +1,1 @@
+"""Pallas kernels for NVIDIA GPUs and their XLA references. Imports jax and numpy only."""
