@@ -218,7 +218,8 @@ class Tokenizer:
         """sha256 over tokens with their ids, merges and special tokens, in hexadecimal.
 
         Equal fingerprints mean that token ids mean the same, so that two models may work as target
-        and draft.
+        and draft. Which tokens begin and end a text is no part of it: that differs between a base
+        model and its chat version, and between the files one model is published in.
         """
         return self._fingerprint
 
@@ -234,8 +235,6 @@ class Tokenizer:
             "tokens": sorted((token_id, token) for token, token_id in vocabulary.items()),
             "merges": merges,
             "special": sorted(self.special_token_ids),
-            "bos": self.bos_token_id,
-            "eos": sorted(self.eos_token_ids),
         }
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
