@@ -13,6 +13,21 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError(message) unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(
+            math.isfinite(value) and value > 0,
+            f"{name}={value}: must be a finite number greater than 0",
+        )
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding, rotate-half convention (Hugging Face), arXiv 2104.09864.
@@ -148,21 +163,6 @@ class ModelConfig:
         rope = _build(RopeConfig, fields.pop("rope", {}), "rope.")
         fields["eos_token_ids"] = tuple(fields.get("eos_token_ids", ()))
         return _build(cls, fields | {"rope": rope}, "")
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ValueError(message) unless `condition` holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-def _require_positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        require(
-            math.isfinite(value) and value > 0,
-            f"{name}={value}: must be a finite number greater than 0",
-        )
 
 
 def _build(cls: type, fields: dict[str, Any], prefix: str) -> Any:

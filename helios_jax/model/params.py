@@ -1,0 +1,68 @@
+"""Parameters trees: initial values, and the rearrangements that serve faster.
+
+A tree is `{"params": {"embed": …, "layers_0": …, "final_norm": …}}`, what `model.apply` takes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from helios_jax.config import ModelConfig
+from helios_jax.model.transformer import Transformer
+from helios_jax.quant import QuantTensor
+
+Params = dict[str, Any]
+
+_FUSED = (
+    ("attention", "qkv", ("q", "k", "v")),
+    ("ffn", "gate_up", ("gate", "up")),
+)
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Params:
+    """Random parameters to start training from; under `jit` with out_shardings, made sharded."""
+    params = Transformer(config).init(key, jnp.zeros((1, 1), jnp.int32))
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def fuse_params(params: Params) -> Params:
+    """Joins q, k, v into `qkv` and gate, up into `gate_up`, for `Transformer(fused=True)`.
+
+    Takes dense arrays or QuantTensors of equal form; codes are joined, not changed.
+    """
+    tree = dict(params["params"])
+    for name in [name for name in tree if name.startswith("layers_")]:
+        layer = dict(tree[name])
+        for module, fused, parts in _FUSED:
+            linears = dict(layer[module])
+            linears[fused] = _join([linears.pop(part) for part in parts])
+            layer[module] = linears
+        tree[name] = layer
+    return {"params": tree}
+
+
+def separate_head(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+    """Gives a tied model a head of its own with the embedding's values.
+
+    The head reads all of its weights for every token and the embedding a row, so they are best kept
+    in different forms.
+    """
+    if not config.tie_word_embeddings:
+        return config, params
+    table = params["params"]["embed"]["embedding"]
+    kernel = table if isinstance(table, QuantTensor) else table.T
+    fields = config.to_dict() | {"tie_word_embeddings": False}
+    return ModelConfig.from_dict(fields), {
+        "params": params["params"] | {"lm_head": {"kernel": kernel}}
+    }
+
+
+def _join(linears: list[Params]) -> Params:
+    # Output channels are the last axis of arrays and biases, the first of every QuantTensor field.
+    def join(*leaves):
+        if isinstance(leaves[0], QuantTensor):
+            return jax.tree.map(lambda *fields: jnp.concatenate(fields, axis=-2), *leaves)
+        return jnp.concatenate(leaves, axis=-1)
+
+    return jax.tree.map(join, *linears, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
