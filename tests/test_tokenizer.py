@@ -219,9 +219,7 @@ def test_sentencepiece_bytes_join_to_characters(sentencepiece):
 
 
 def test_bos_comes_exactly_once():
-    tokenizer = byte_level_tokenizer(
-        add_bos_token=True,
-    )
+    tokenizer = byte_level_tokenizer(add_bos_token=True)
     assert tokenizer.encode("a") == [260, 97]
     assert tokenizer.encode("<s>a") == [260, 97]
     assert tokenizer.encode("a", add_special_tokens=False) == [97]
