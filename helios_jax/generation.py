@@ -2,7 +2,7 @@
 
     prefill(...)  -> GenerationState    runs the prompts and draws every row's first token
     decode(...)   -> GenerationState    draws further tokens under `lax.while_loop`
-    generate(...) -> GenerateOutput     both, jit-compiled; works inside the caller's jit, vmap, mesh
+    generate(...) -> GenerateOutput     both, jit-compiled; works in the caller's jit, vmap, mesh
 
 All rows of a batch advance together, so one counter says where each of them is. The first two are
 what a host that streams tokens calls in turn.
@@ -170,7 +170,7 @@ def prefill(
       num_prompt_logprobs: as `num_logprobs`, for the prompt's tokens.
 
     Returns:
-      The state, and the logprobs of prompt tokens 1..T-1 (the first has no predecessor) as [B, T-1].
+      The state, and the logprobs of prompt tokens 1..T-1 as [B, T-1] (the first has none).
     """
     batch, width = tokens_BT.shape
     vocab_size = model.config.vocab_size
