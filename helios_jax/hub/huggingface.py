@@ -56,9 +56,10 @@ def cached_path(repository: Repository) -> Path | None:
     """The local copy if it is there in full; never touches the network."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(
-        repository.repo_id, repository.gguf or "config.json", revision=repository.revision
-    )
+    with _explained(repository):
+        found = try_to_load_from_cache(
+            repository.repo_id, repository.gguf or "config.json", revision=repository.revision
+        )
     if not isinstance(found, str):
         return None
     if repository.gguf:
@@ -109,11 +110,11 @@ def missing_files(folder: Path) -> list[str]:
 
 def cached_repositories() -> Iterator[tuple[Repository, Path, int, str | None]]:
     """(name, path, bytes, licence) of what Hugging Face's cache holds that can be loaded."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         return
     for repo in cache.repos:

@@ -29,31 +29,57 @@ def shown(progress: Progress | None) -> Iterator[Progress]:
 @contextmanager
 def bar() -> Iterator[Progress]:
     """A rich bar on standard error; where that is not a terminal, one line per finished stage."""
-    from rich import progress as rich_progress
     from rich.console import Console
 
     console = Console(file=sys.stderr)
-    columns = rich_progress.Progress(
-        rich_progress.SpinnerColumn(),
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.DownloadColumn(),
-        rich_progress.TimeElapsedColumn(),
+    with _drawn_bar(console) if console.is_terminal else _printed_lines() as progress:
+        yield progress
+
+
+@contextmanager
+def _drawn_bar(console) -> Iterator[Progress]:
+    from rich import progress
+
+    columns = progress.Progress(
+        progress.SpinnerColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TimeElapsedColumn(),
         console=console,
-        disable=not console.is_terminal,
     )
-    tasks: dict[str, rich_progress.TaskID] = {}
-    started: dict[str, float] = {}
+    tasks: dict[str, progress.TaskID] = {}
 
     def draw(stage: str, done: int, total: int) -> None:
         if stage not in tasks:
+            for task in tasks.values():
+                columns.stop_task(task)
             tasks[stage] = columns.add_task(stage, total=None)
-            started[stage] = time.monotonic()
         columns.update(tasks[stage], completed=done, total=total or None)
-        if not console.is_terminal and stage in started and (done >= total or not total):
-            seconds = time.monotonic() - started.pop(stage)
-            size = f": {total / 1e6:.0f} MB, {seconds:.1f} s" if total else ""
-            print(f"{stage}{size}", file=sys.stderr, flush=True)
 
     with columns:
         yield draw
+
+
+@contextmanager
+def _printed_lines() -> Iterator[Progress]:
+    # The total may still grow (files of a repository are found one by one), so a stage is known to
+    # be over only when the next one starts.
+    stage, done_bytes, started = "", 0, time.monotonic()
+
+    def finish() -> None:
+        if done_bytes:
+            seconds = time.monotonic() - started
+            print(f"{stage}: {done_bytes / 1e6:.1f} MB, {seconds:.1f} s", file=sys.stderr)
+
+    def note(new_stage: str, done: int, total: int) -> None:
+        nonlocal stage, done_bytes, started
+        if new_stage != stage:
+            finish()
+            stage, started = new_stage, time.monotonic()
+            if not total:
+                print(stage, file=sys.stderr)
+        done_bytes = done
+
+    yield note
+    finish()
