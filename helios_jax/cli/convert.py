@@ -20,11 +20,13 @@ def convert(
     debug: Debug = False,
 ) -> None:
     """Convert a checkpoint to the native format, which loads fastest."""
-    from checkpoints_conv import convert as convert_checkpoint
     from helios_jax import hub
     from helios_jax.hub.progress import bar
 
     path = hub.resolve(source)
+
+    from checkpoints_conv import convert as convert_checkpoint
+
     with bar() as progress:
         convert_checkpoint(
             path,
