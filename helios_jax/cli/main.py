@@ -6,6 +6,7 @@ and the rest inside their functions, so that `--help` is quick.
 """
 
 import importlib.metadata
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line (`sys.argv` without arguments) and exits with its code."""
     # A terminal that cannot show a character gets a question mark, not the end of the answer.
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     switches: dict[str, bool] = {}
     try:

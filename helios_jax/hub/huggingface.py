@@ -6,7 +6,9 @@ without asking the network, so a model stays the same until it is pulled again.
 """
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,17 +77,20 @@ def pull_repository(repository: Repository, progress: Progress | None = None) ->
       PullError: no network, no such repository or revision, no access, no space.
       ValueError: the repository holds no checkpoint that can be loaded.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
-    with shown(progress) as show, explained_os_errors(str(repository)), _explained(repository):
-        folder = Path(
-            snapshot_download(
+    store = explained_os_errors(str(repository), Path(constants.HF_HUB_CACHE), "HF_HOME")
+    with shown(progress) as show, store, _explained(repository):
+        cancelled = threading.Event()
+        folder = _interruptible(
+            lambda: snapshot_download(
                 repository.repo_id,
                 revision=repository.revision,
                 allow_patterns=[repository.gguf] if repository.gguf else _ALLOW,
                 ignore_patterns=None if repository.gguf else _IGNORE,
-                tqdm_class=_reporting_tqdm(show),
-            )
+                tqdm_class=_reporting_tqdm(show, cancelled),
+            ),
+            cancelled,
         )
         path = folder / repository.gguf if repository.gguf else folder
         missing = missing_files(folder) if repository.gguf is None else []
@@ -196,7 +201,7 @@ class _explained:
         elif isinstance(error, errors.RevisionNotFoundError):
             message = f"{name}: the repository has no revision {self.repository.revision!r}"
         elif _is_about_network(error):
-            message = f"cannot reach {endpoint} to pull {name}, and no complete copy is cached:"
+            message = f"cannot reach {endpoint} to pull {name}, and it is not cached in full:"
             message += f" {_first_line(error)}. Check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
         else:
             return
@@ -216,8 +221,23 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _reporting_tqdm(progress: Progress) -> type:
-    """A tqdm class that draws nothing and reports the bytes it is told about."""
+def _interruptible(download: Callable[[], str], cancelled: threading.Event) -> Path:
+    """Runs `download` beside this thread, so that Ctrl-C need not wait for it to finish.
+
+    The client downloads in threads of its own and, interrupted, waits for every one of them: for
+    gigabytes. They all report progress, every 10 MB or so, and that is where `cancelled` ends them.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        future = pool.submit(download)
+        try:
+            return Path(future.result())
+        except BaseException:
+            cancelled.set()
+            raise
+
+
+def _reporting_tqdm(progress: Progress, cancelled: threading.Event) -> type:
+    """A tqdm class that draws nothing, reports the bytes it hears of, and raises if cancelled."""
     from tqdm.auto import tqdm
 
     class Reporting(tqdm):
@@ -230,6 +250,8 @@ def _reporting_tqdm(progress: Progress) -> type:
             return None
 
         def update(self, n: float | None = 1) -> bool | None:
+            if cancelled.is_set():
+                raise InterruptedError("the download was cancelled")
             done = super().update(n)
             if self._counts_bytes and self.total:
                 progress("downloading", int(self.n), int(self.total))

@@ -40,7 +40,7 @@ def scratch_folder(name: str, progress: Progress) -> Iterator[Path]:
     """
     from filelock import FileLock, Timeout
 
-    with explained_os_errors(name):
+    with explained_os_errors(name, cache_dir(), "HELIOS_CACHE"):
         root = cache_dir() / "partial"
         root.mkdir(parents=True, exist_ok=True)
         lock = FileLock(root / f"{name}.lock")
@@ -63,19 +63,24 @@ def scratch_folder(name: str, progress: Progress) -> Iterator[Path]:
 
 
 @contextmanager
-def explained_os_errors(name: str) -> Iterator[None]:
-    """Turns a full disk, a read-only cache and their like into a `PullError` with a remedy."""
+def explained_os_errors(name: str, cache: Path, variable: str) -> Iterator[None]:
+    """Turns a full disk, a read-only cache and their like into a `PullError` with a remedy.
+
+    Args:
+      name: what is pulled.
+      cache: where to.
+      variable: the environment variable that moves that.
+    """
     try:
         yield
     except PullError:
         raise
     except OSError as error:
-        where = cache_dir()
-        remedy = "set HELIOS_CACHE to a folder with room that you may write to"
+        remedy = f"set {variable} to a folder with room that you may write to"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"no space left while pulling {name!r} into {where}: free some, or {remedy}"
+            message = f"no space left while pulling {name!r} into {cache}: free some, or {remedy}"
         else:
-            message = f"cannot pull {name!r} into {where}: {error}; {remedy}"
+            message = f"cannot pull {name!r} into {cache}: {error}; {remedy}"
         raise PullError(message) from error
 
 
