@@ -81,7 +81,7 @@ def index(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HELIOS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setitem(embedded.KNOWN_MODELS, "tiny", TINY)
-    monkeypatch.setattr(checkpoints_conv, "convert", fake_convert, raising=False)
+    monkeypatch.setattr(checkpoints_conv, "convert", fake_convert)
     return folder
 
 
@@ -130,6 +130,15 @@ def test_a_changed_gguf_in_the_cache_is_fetched_again(index):
     path = hub.fetch_gguf("tiny", hub.no_progress)
     path.write_bytes(PAYLOAD[:-1] + b"?")
     assert hub.fetch_gguf("tiny", hub.no_progress).read_bytes() == PAYLOAD
+
+
+def test_force_replaces_a_damaged_checkpoint(index, tmp_path):
+    write_wheel(index)
+    path = hub.pull("tiny", hub.no_progress)
+    (path / "params").write_bytes(b"damaged")
+    assert (hub.pull("tiny", hub.no_progress) / "params").read_bytes() == b"damaged"
+    assert (hub.pull("tiny", hub.no_progress, force=True) / "params").read_bytes() == PAYLOAD
+    assert [file for file in cached_files(tmp_path) if file.startswith("partial")] == []
 
 
 def test_offline(index, tmp_path):
@@ -346,9 +355,14 @@ def test_progress_bar_off_a_terminal_is_a_few_lines(index, capsys):
     ]
 
 
-@pytest.mark.slow
 def test_the_published_wheel(smollm2_gguf_path):
     model = hub.KNOWN_MODELS["smollm2-135m"]
     assert smollm2_gguf_path.stat().st_size == model.member_bytes
     with open(smollm2_gguf_path, "rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == model.sha256
+
+
+def test_the_published_model_as_it_is_pulled(smollm2_native_path):
+    checkpoint = checkpoints_conv.open_checkpoint(smollm2_native_path)
+    assert checkpoint.format == "native"
+    assert (checkpoint.config.num_layers, checkpoint.config.vocab_size) == (30, 49_152)

@@ -76,12 +76,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
         siblings = [{"rfilename": path} for path in files]
         return self.send_json({"_id": "1", "id": repo, "sha": commit, "siblings": siblings})
 
-    def answer_file(self, repo, revision, path):
+    def answer_file(self, repo: str, revision: str, path: str):
         if repo == "org/gated":
             return self.refuse(403, "GatedRepo")
         if path not in REPOSITORIES.get(repo, {}):
             return self.refuse(404, "EntryNotFound")
-        commit = COMMITS.get(revision, revision)
+        commit = COMMITS.get(revision) or revision
         self.send(REPOSITORIES[repo][path], headers={"ETag": f'"{path}"', "X-Repo-Commit": commit})
 
     def refuse(self, status: int, code: str):
@@ -175,6 +175,15 @@ def test_a_repository_is_fetched_once_and_listed(endpoint):
     [info] = [model for model in hub.list_models() if model.path]
     assert (info.name, info.path, info.format) == ("hf:org/tiny", path, "huggingface")
     assert info.licence == "mit" and info.size_bytes > 3_000_000
+
+
+def test_force_fetches_again(endpoint):
+    path = hub.pull("hf:org/tiny", hub.no_progress)
+    damaged = path / "model-2.safetensors"
+    damaged.resolve().write_bytes(b"?")
+    assert (hub.pull("hf:org/tiny", hub.no_progress) / damaged.name).read_bytes() == b"?"
+    hub.pull("hf:org/tiny", hub.no_progress, force=True)
+    assert damaged.read_bytes() == WEIGHTS[damaged.name]
 
 
 def test_a_revision(endpoint):

@@ -13,6 +13,9 @@ def pull(
         typer.Argument(help="A known name, hf:org/name[@revision] or hf:org/name/file.gguf."),
     ],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Make it anew although it is there, as when damaged.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Fetch a model into the cache and print its path.
@@ -21,4 +24,4 @@ def pull(
     """
     from helios_jax import hub
 
-    print(hub.pull(model, hub.no_progress if quiet else None))
+    print(hub.pull(model, hub.no_progress if quiet else None, force))

@@ -107,10 +107,13 @@ def fetch_gguf(name: str, progress: Progress | None = None) -> Path:
         return _fetch_into_cache(model, scratch, show)
 
 
-def pull_embedded(name: str, progress: Progress | None = None) -> Path:
+def pull_embedded(name: str, progress: Progress | None = None, force: bool = False) -> Path:
     """The native checkpoint of a known model, fetched and converted unless it is there.
 
     The GGUF stays beside it, so that converting again needs no network.
+
+    Args:
+      force: convert again, from the GGUF whose sum is checked, what is there already.
 
     Raises:
       PullError: as `fetch_gguf`.
@@ -118,19 +121,19 @@ def pull_embedded(name: str, progress: Progress | None = None) -> Path:
     model = KNOWN_MODELS[name]
     target = model.native_path
     # The folder has this name only once it is complete, so its existence is the whole question.
-    if target.is_dir():
+    if target.is_dir() and not force:
         return target
     with shown(progress) as show, scratch_folder(name, show) as scratch:
-        if target.is_dir():  # another process finished it while this one waited
+        if target.is_dir() and not force:  # another process finished it while this one waited
             return target
         gguf = _fetch_into_cache(model, scratch, show)
-        # The native form holds the same codes; a tenth more covers manifest and tokenizer.
-        require_space(scratch, model.member_bytes * 11 // 10)
 
         from checkpoints_conv import convert
 
         converted = scratch / "native"
         convert(gguf, converted, lambda done, total: show("converting", done, total))
+        if target.is_dir():
+            os.replace(target, scratch / "replaced")
         publish(converted, target)
     return target
 

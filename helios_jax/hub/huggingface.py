@@ -70,8 +70,10 @@ def cached_path(repository: Repository) -> Path | None:
     return None if missing_files(folder) else folder
 
 
-def pull_repository(repository: Repository, progress: Progress | None = None) -> Path:
-    """Fetches what changed since the last pull; returns the folder, or the GGUF file.
+def pull_repository(
+    repository: Repository, progress: Progress | None = None, force: bool = False
+) -> Path:
+    """Fetches what changed since the last pull, or all; returns the folder, or the GGUF file.
 
     Raises:
       PullError: no network, no such repository or revision, no access, no space.
@@ -88,6 +90,7 @@ def pull_repository(repository: Repository, progress: Progress | None = None) ->
                 revision=repository.revision,
                 allow_patterns=[repository.gguf] if repository.gguf else _ALLOW,
                 ignore_patterns=None if repository.gguf else _IGNORE,
+                force_download=force,
                 tqdm_class=_reporting_tqdm(show, cancelled),
             ),
             cancelled,

@@ -66,18 +66,25 @@ def resolve(model: str | os.PathLike, progress: Progress | None = None) -> Path:
     return path
 
 
-def pull(name: str, progress: Progress | None = None) -> Path:
+def pull(name: str, progress: Progress | None = None, force: bool = False) -> Path:
     """Fetches a known model, or a Hugging Face repository's newest revision; returns its path.
+
+    Args:
+      name: a known name or `hf:...`.
+      progress: None draws a bar on standard error, `no_progress` nothing.
+      force: make anew what is there already, such as a damaged checkpoint.
 
     Raises:
       ValueError: `name` is a local path, or nothing known.
       PullError: it could not be fetched.
     """
     if name.startswith(huggingface.PREFIX):
-        return huggingface.pull_repository(huggingface.Repository.parse(name), progress)
-    if name not in KNOWN_MODELS and name.strip() and Path(name).expanduser().exists():
+        return huggingface.pull_repository(huggingface.Repository.parse(name), progress, force)
+    if name in KNOWN_MODELS:
+        return pull_embedded(name, progress, force)
+    if name.strip() and Path(name).expanduser().exists():
         raise ValueError(f"model={name!r}: is a local path; there is nothing to pull, use it as is")
-    return resolve(name, progress)
+    raise ValueError(_unknown(name))
 
 
 def local_format(path: Path) -> str:

@@ -69,7 +69,7 @@ class FakeLLM:
 
     stream_chat = stream
 
-    def generate(self, prompts, params=None):
+    def generate(self, prompts, params):
         self.prompts += prompts
         self.params = params
         answers = [CompletionOutput(i, self.answer, (1, 2)) for i in range(params.n)]

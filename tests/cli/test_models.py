@@ -67,11 +67,11 @@ def test_convert_takes_the_path_of_checkpoints_conv(helios, tmp_path, monkeypatc
     source.write_bytes(b"GGUF")
     calls = []
 
-    def convert(source, target, progress=None, overwrite=False):
+    def convert(source, target, progress, overwrite=False):
         progress(2_000_000, 2_000_000)
         calls.append((source, target, overwrite))
 
-    monkeypatch.setattr(checkpoints_conv, "convert", convert, raising=False)
+    monkeypatch.setattr(checkpoints_conv, "convert", convert)
     target = tmp_path / "native"
     code, out, err = helios("convert", str(source), str(target), "--overwrite")
     assert (code, out) == (0, f"{target}\n") and err.startswith("converting: 2.0 MB")
