@@ -285,7 +285,7 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(Path(cache_dir()) / "xla"))
         # The many small programs of a load are worth keeping too.
-        jax.config.update("jax_persistent_compilation_cache_min_compile_time_secs", 0.05)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
 def _output(request, rows: list[RowProgress], started: float) -> RequestOutput:
