@@ -136,7 +136,7 @@ def _bisect_top_p(
 ) -> Array:
     """The threshold on y that top-p asks for in the given rows, which is at most `above_B`.
 
-    It is found as the largest threshold on the weights `weights_BV`, where weights that are equal in
+    It is found as the largest threshold on `weights_BV`, where weights that are equal in
     float32 count as ties, and returned as the smallest y among the kept: never computed from the
     weight, so that rounding cannot drop the token it stands at.
     """
