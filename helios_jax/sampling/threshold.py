@@ -124,7 +124,8 @@ def _bisect_top_k(y_BV: Array, top_k_B: Array, above_B: Array, rows_B: Array) ->
     high_B = _bits(farthest_B)
     low_B = jnp.where(rows_B, jnp.minimum(_bits(jnp.abs(above_B)), high_B), high_B)
     all_B = jnp.full_like(above_B, y_BV.shape[1])
-    found_B = _bisect(count, top_k_B.astype(jnp.float32), low_B, high_B, all_B, jnp.ones_like)
+    one_B = jnp.ones_like(above_B)
+    found_B = _bisect(count, top_k_B.astype(jnp.float32), low_B, high_B, all_B, lambda _: one_B)
     distance_B = jnp.max(
         jnp.where(distance_BV <= _float(found_B)[:, None], distance_BV, 0.0), axis=1
     )

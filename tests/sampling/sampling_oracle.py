@@ -1,4 +1,4 @@
-"""The filters written naively for one row: python loops and float64, as vLLM's documentation says."""
+"""The filters written naively for one row, in python loops and float64."""
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def adjusted(logits, params: SamplingParams, prompt=(), output=(), eos=()):
 
 
 def kept(y, top_k, top_p, min_p):
-    """Which of the tempered logits survive, ties at a threshold included; not safe at boundaries."""
+    """Which tempered logits survive, ties at a threshold included; boundaries are not guarded."""
     y = np.asarray(y, np.float64)
     keep = np.exp(y - y.max()) >= min_p
     if top_k > 0:
