@@ -1,7 +1,8 @@
 """Sampling: logits to distribution to token, per row, for plain decoding and for verification.
 
 Cost of a decode step's sampling (`sample_tokens` and `update_history` inside one jitted while_loop,
-vocabulary 49,152, two Zen 4 cores, best of 8 runs of 60 steps, warm), in ms at batch 1 and batch 8:
+vocabulary 49,152, two shared Zen 4 cores, warm, best of 8 to 16 runs of 60 steps), in ms at batch 1
+and batch 8:
 
                                               jax 0.12.0.1       jax 0.10.2
     reading the logits once (max)             0.012   0.054     0.009   0.082
