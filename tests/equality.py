@@ -36,8 +36,8 @@ class EqualityRule:
         top = np.sort(logits_V)[-2:]
         gap = float(top[1] - top[0])
         assert gap < NEAR_TIE, (
-            f"token {where}: expected {expected[where:][:3]}, found {found[where:][:3]}, and the top "
-            f"two logits differ by {gap:.4f}, no near-tie"
+            f"token {where}: expected {expected[where:][:3]}, found {found[where:][:3]}, and the "
+            f"top two logits differ by {gap:.4f}, no near-tie"
         )
         self.exceptions.append(f"token {where} of {len(expected)}, gap {gap:.1e}")
 

@@ -57,7 +57,7 @@ def test_greedy_tokens_alone_and_in_a_padded_batch(float32_form, checkpoint):
 
 
 def test_seeded_rows_are_the_same_in_any_batch(float32_form, checkpoint):
-    """Sampling is by seed and position: a row's neighbours, their filters and padding do not show."""
+    """Sampling is by seed and position: neighbours, their filters and padding do not show."""
     config, prompt = checkpoint.config, PROMPTS[1]
     seeded = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=11, max_tokens=16)
     neighbour = SamplingParams(temperature=1.3, seed=5, max_tokens=16, repetition_penalty=1.2)
