@@ -70,6 +70,11 @@ class RopeConfig:
             math.isfinite(self.factor) and self.factor >= 1,
             f"rope factor={self.factor}: must be a finite number >= 1",
         )
+        require(
+            self.high_freq_factor > self.low_freq_factor,
+            f"high_freq_factor={self.high_freq_factor}: must be greater than "
+            f"low_freq_factor={self.low_freq_factor}",
+        )
         if self.rope_type in ("dynamic", "llama3", "yarn"):
             require(
                 self.original_max_position >= 1,
