@@ -4,7 +4,8 @@ import math
 
 from pallas_kernels import tuning
 from pallas_kernels.devices import DEVICES, Device
-from pallas_kernels.int4_matmul.problem import Problem
+from pallas_kernels.int4_matmul.problem import Problem, describe
+from pallas_kernels.int4_matmul.shapes import Case, abstract_arguments
 from pallas_kernels.int4_matmul.triton import Config, check_config, post
 
 # Rows are bucketed: a table entry serves all row counts up to its bucket.
@@ -34,6 +35,13 @@ def table_key(problem: Problem) -> dict:
     )
 
 
+def key_of_case(case: Case) -> dict:
+    """The key of the entry that serves a case of shapes.py."""
+    positional, keyword = abstract_arguments(case)
+    absent = dict.fromkeys(("zero", "offset", "bias", "layer", "out_dtype"))
+    return table_key(describe(*positional, **(absent | dict(implicit_zero=8) | keyword)))
+
+
 def config_for(problem: Problem, device: Device | None) -> Config:
     """The configuration of `problem` on `device` (None: interpreting, no device)."""
     if device is not None:
@@ -61,7 +69,7 @@ def rule(problem: Problem, device: Device | None) -> Config:
     block_n = 64 if few else 128
     if not few and problem.activation is not None:
         block_m = min(block_m, 64)  # two accumulators live at once
-    block_k = _block_k(problem, 128 if few and block_m <= 32 else 64)
+    block_k = _block_k(problem, 128 if few else 64)
     scaling = "pre"
     if few and post(problem, block_k) and problem.group_size >= 2 * block_m:
         scaling = "post"
@@ -73,6 +81,8 @@ def rule(problem: Problem, device: Device | None) -> Config:
         # At least 512 codes of K a split, or the pipeline never fills.
         most = max(1, problem.in_features // 512)
         split_k = max(1, min(wanted, most, num_k_tiles, 16))
+        # Partial sums are float32 and move twice: at 64 rows 16 splits move more than the weight.
+        split_k = min(split_k, max(1, 256 // block_m))
         split_k = 1 << (split_k.bit_length() - 1)
     return Config(
         block_n=block_n,
@@ -81,7 +91,7 @@ def rule(problem: Problem, device: Device | None) -> Config:
         split_k=split_k,
         scaling=scaling,
         num_warps=2 if few else 8,
-        num_stages=4 if few else 3,
+        num_stages=4 if few and block_m < 64 else 3,
     )
 
 

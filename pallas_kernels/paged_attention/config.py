@@ -4,10 +4,13 @@ import math
 
 from pallas_kernels import tuning
 from pallas_kernels.devices import DEVICES, Device
-from pallas_kernels.paged_attention.problem import Problem
+from pallas_kernels.paged_attention.problem import Problem, describe
+from pallas_kernels.paged_attention.shapes import Case, abstract_arguments
 from pallas_kernels.paged_attention.triton import Config, check_config, rows_of
 
 MAX_SPLITS = 64
+# Rows of a program's tiles; 128 spill where the head dimension is 128.
+MAX_ROWS = 64
 # A split of fewer keys costs more to join than it saves.
 MIN_KEYS_PER_SPLIT = 128
 
@@ -23,6 +26,13 @@ def table_key(problem: Problem) -> dict:
         head_dim=problem.head_dim,
         kv_dtype=problem.kv_dtype,
     )
+
+
+def key_of_case(case: Case) -> dict:
+    """The key of the entry that serves a case of shapes.py."""
+    positional, keyword = abstract_arguments(case)
+    absent = dict.fromkeys(("k_scale_K", "v_scale_K", "softmax_scale", "tree_mask_BJJ"))
+    return table_key(describe(*positional, **(absent | keyword)))
 
 
 def config_for(problem: Problem, device: Device | None) -> Config:
@@ -44,8 +54,7 @@ def rule(problem: Problem, device: Device | None) -> Config:
     """
     device = device or DEVICES["h200"]
     pairs = problem.max_query_len * problem.group
-    most = 64 if problem.head_dim > 128 or problem.format.bits == 8 else 128
-    rows = min(most, max(16, 1 << (pairs - 1).bit_length()))
+    rows = min(MAX_ROWS, max(16, 1 << (pairs - 1).bit_length()))
     block_q = max(1, rows // problem.group)
     block_q = min(block_q, problem.max_query_len)
     rows = rows_of(problem, block_q)
@@ -53,8 +62,10 @@ def rule(problem: Problem, device: Device | None) -> Config:
     programs = (
         problem.num_rows * math.ceil(problem.max_query_len / block_q) * problem.num_kv_heads
     )
-    # Eight programs an SM keep enough loads in flight; more splits only add parts to join.
-    wanted = max(1, 8 * device.num_sms // programs)
+    # So many programs an SM are resident at once and keep enough loads in flight; one more would
+    # start a second wave.
+    per_sm = 8 if problem.format.bits == 8 else 4
+    wanted = max(1, per_sm * device.num_sms // programs)
     most_splits = max(1, problem.max_context // MIN_KEYS_PER_SPLIT)
     num_splits = 1 << (min(wanted, most_splits, MAX_SPLITS).bit_length() - 1)
     # Joining writes and reads float32 parts of every token: not worth it for prefill.
