@@ -65,7 +65,7 @@ DEVICES = {
 
 
 def device_of_kind(kind: str, capability: tuple[int, int]) -> Device:
-    """The entry for jax's `device_kind`, or the nearest one that has the same or a lower capability.
+    """The entry for jax's `device_kind`, or the nearest of the same or a lower capability.
 
     A GPU we have no entry for is described by its closest relative (tuning is then a guess, never
     wrong results): kernels depend on `capability` for which instructions exist, on the rest for

@@ -14,6 +14,7 @@ import contextvars
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -50,7 +51,7 @@ def target() -> Target:
     override = _compile_target.get()
     if override is not None:
         return Target("gpu", override, override.capability)
-    default = jax.config.jax_default_device
+    default: Any = getattr(jax.config, "jax_default_device", None)
     jax_device = default if isinstance(default, jax.Device) else jax.devices()[0]
     capability = getattr(jax_device, "compute_capability", None)
     if jax_device.platform not in ("gpu", "cuda") or capability is None:
@@ -61,7 +62,7 @@ def target() -> Target:
 
 @contextlib.contextmanager
 def compile_for(device_key: str) -> Iterator[Device]:
-    """Within it, calls are traced for `DEVICES[device_key]`, which need not be there (see `aot`)."""
+    """Within it, calls are traced for `DEVICES[device_key]`, which need not be there."""
     token = _compile_target.set(DEVICES[device_key])
     try:
         yield DEVICES[device_key]

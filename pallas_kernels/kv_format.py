@@ -1,8 +1,8 @@
 """How keys and values lie in a KV pool: blocks of uint16 words, and the exact way in and out.
 
-A pool is `uint16 [L * P, K, 8 * H]`: P blocks a layer, K KV heads, H head dimensions. A block and head
-is a fixed number of bytes, whatever the precision; it holds 16 tokens of 8-bit values, 8 of 16-bit
-or 4 of float32, one token after the other. The words of one token:
+A pool is `uint16 [L * P, K, 8 * H]`: P blocks a layer, K KV heads, H head dimensions. A block and
+head is a fixed number of bytes, whatever the precision; it holds 16 tokens of 8-bit values, 8 of
+16-bit or 4 of float32, one token after the other. The words of one token:
 
     8 bits   H / 2 words, planar: word d = element d (bits 7..0) and element d + H / 2 (bits 15..8)
     16 bits  H words: word d = the bits of element d

@@ -1,9 +1,9 @@
-"""How long will a compiled kernel take, judged from its code alone? A prediction, not a measurement.
+"""How long will a compiled kernel take, judged from its code alone? Predicted, not measured.
 
 Five limits are put side by side and the largest is taken, plus the launches:
 
-    memory   bytes moved at 80% of the data sheet's bandwidth, less where too few bytes are in flight:
-             an SM needs bandwidth / SMs x 800 ns of them (Little's law; 29 KB on an H200)
+    memory   bytes moved at 80% of the data sheet's bandwidth, less where too few are in flight: an
+             SM needs bandwidth / SMs x 800 ns of them (Little's law; 29 KB on an H200)
     chain    a warp issues an instruction every two clocks at most, so few warps an SM are slow
     issue    instructions of the main loop at 0.65 of the four a clock an SM can issue
     tensor   matrix instructions: flops at 50% of the dense rate (mma.sync reaches about 60% of what

@@ -61,8 +61,8 @@ def sharded_paged_attention(
 ) -> jax.Array:  # fmt: skip
     """`paged_attention` with KV heads, and the query heads that read them, split over `axis`.
 
-    q_TNH, the pools, k_scale_K and v_scale_K are split along their head axes, the rest is replicated;
-    the result is split like q_TNH.
+    q_TNH, the pools, k_scale_K and v_scale_K are split along their head axes, the rest is
+    replicated; the result is split like q_TNH.
     """
     specs = dict(k_scale_K=P(axis), v_scale_K=P(axis), block_offset=P(), tree_mask_BJJ=P())
     named = {k: options.pop(k) for k in specs if options.get(k) is not None}

@@ -1,4 +1,4 @@
-"""How every kernel here is launched: `pallas_call` on the Triton backend, the same on all jax versions.
+"""How is a kernel launched? By `pallas_call` on the Triton backend, alike on all jax versions.
 
 Three things differ between jax 0.10.2, 0.11.2 and 0.12, and are settled here once:
 

@@ -5,9 +5,9 @@
     ENTRY = {"key": {...}, "config": {...}, "status": "predicted" | "measured", "microseconds": t,
              "share_of_floor": s, ...}
 
-`key` holds the sizes the entry is for (see each op's `config.table_key`), `config` the fields of the
-op's `Config`. "predicted" entries were compiled for the device and never ran on one (see `aot`);
-"measured" ones come from `bench --tune`.
+`key` holds the sizes the entry is for (see each op's `config.table_key`), `config` the fields of
+the op's `Config`. "predicted" entries were compiled for the device and never ran on one (see
+`aot`); "measured" ones come from `bench --tune`.
 """
 
 import functools

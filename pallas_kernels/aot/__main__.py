@@ -1,6 +1,6 @@
-"""`python -m pallas_kernels.aot`: compile every kernel for GPUs that are not there, and judge the code.
+"""`python -m pallas_kernels.aot`: is the code compiled for GPUs that are not there any good?
 
-    python -m pallas_kernels.aot              everything of tuned/ and shapes.py, sm_80, sm_89, sm_90
+    python -m pallas_kernels.aot              all of tuned/ and shapes.py for sm_80, sm_89, sm_90
     python -m pallas_kernels.aot --reduced    each code path once (continuous integration)
     python -m pallas_kernels.aot --predict h200 h100    rewrites their predictions in tuned/
 
@@ -15,9 +15,9 @@ gathering in a sharded program; and, for a model's shapes, loads of the weight o
 narrower than 8 bytes a thread in the main loop.
 
 Columns: registers a thread; shared memory a block; resident warps an SM and KB of weight or KV in
-flight an SM (30 needed on an H200); bytes a thread loads of the weight or KV at once; arithmetic PTX
-instructions per weight or KV element in the main loop, addresses and softmax included; predicted and
-least possible time, their ratio, and the target. Nothing here was measured on a GPU.
+flight an SM (30 needed on an H200); bytes a thread loads of the weight or KV at once; arithmetic
+PTX instructions per weight or KV element in the main loop, addresses and softmax included;
+predicted and least possible time, their ratio, and the target. Nothing here was measured on a GPU.
 """
 
 import argparse
@@ -249,9 +249,7 @@ def _write(device_key: str, results: list) -> str:
     """Writes predicted entries; measured ones with the same key stay."""
     table = tuning.load(device_key)
     for op, configs in (("int4_matmul", matmul_configs), ("paged_attention", attention_configs)):
-        measured = {
-            json.dumps(e["key"]) for e in table.get(op, []) if e["status"] == "measured"
-        }
+        measured = {json.dumps(e["key"]) for e in table.get(op, []) if e["status"] == "measured"}
         entries = []
         for c, facts in results:
             estimate = _estimate(c, facts) if c.op == op else None

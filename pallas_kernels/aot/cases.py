@@ -21,8 +21,8 @@ CASE_TYPES: dict[str, Any] = {
 class Compile:
     """One compilation: an op's case for a device, on `num_devices` of them.
 
-    `config` None takes what a call would take. In a `critical` case, one of a model's shapes, narrow
-    loads of weights or of keys and values are an error; elsewhere they are reported.
+    `config` None takes what a call would take. In a `critical` case, one of a model's shapes,
+    narrow loads of weights or of keys and values are an error; elsewhere they are reported.
     """
 
     op: str
@@ -53,9 +53,8 @@ def describe(op: str, fields: dict) -> str:
     if op == "int4_matmul":
         gate = f" {case.gate_activation}" if case.gate_activation else ""
         group = case.group_size if case.group_size > 0 else "K"
-        return (
-            f"{case.M}x{case.N}x{case.K} w{case.bits} g{group} {case.zero_kind} {case.x_dtype}{gate}"
-        )
+        size = f"{case.M}x{case.N}x{case.K}"
+        return f"{size} w{case.bits} g{group} {case.zero_kind} {case.x_dtype}{gate}"
     if op == "append_kv":
         return f"{case.T} tokens {case.K}x{case.H} {case.kv_dtype}"
     contexts = {context for context, _ in case.rows}

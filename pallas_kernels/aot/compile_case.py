@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def main(request: str) -> None:
@@ -57,13 +58,14 @@ def _compile(request: dict, dump: Path) -> dict:
         compiled = lowered.compile(
             compiler_options={"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
         )
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
+    memory: Any = compiled.memory_analysis()
     kernels = [k for path in sorted(dump.glob("*.ptx")) for k in ptx.kernels(path, _ptxas())]
     launches = "".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
     return facts | dict(
         kernels=[dataclasses.asdict(k) for k in kernels],
         launches=_launches(launches),
-        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
         largest_copy_bytes=_largest_made(text),
         collectives=sorted(set(re.findall(r"all-gather|all-reduce|all-to-all|permute", text))),
     )
@@ -75,7 +77,8 @@ def _call(request: dict, case, sharding, mesh):
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from pallas_kernels import append_kv, int4_matmul, paged_attention, sharding as sharded
+    from pallas_kernels import append_kv, int4_matmul, paged_attention
+    from pallas_kernels import sharding as sharded
     from pallas_kernels.append_kv import shapes as append_shapes
     from pallas_kernels.dispatch import compile_for
     from pallas_kernels.int4_matmul import config as matmul_configs
@@ -119,8 +122,10 @@ def _call(request: dict, case, sharding, mesh):
                 else attention_configs.config_for(problem, device)
             )
             cost = paged_attention.cost(*positional, **keyword)
-            big, plain, split = (1, 2), paged_attention.paged_attention, (
-                sharded.sharded_paged_attention
+            big, plain, split = (
+                (1, 2),
+                paged_attention.paged_attention,
+                (sharded.sharded_paged_attention),
             )
             static["config"] = config
         else:
@@ -156,9 +161,7 @@ def _call(request: dict, case, sharding, mesh):
         named = dict.fromkeys(arrays, vector)
 
     def place(struct, spec):
-        return jax.ShapeDtypeStruct(
-            struct.shape, struct.dtype, sharding=NamedSharding(mesh, spec)
-        )
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=NamedSharding(mesh, spec))
 
     positional = tuple(place(s, spec) for s, spec in zip(positional, places, strict=True))
     arrays = {k: place(v, named[k]) for k, v in arrays.items()}

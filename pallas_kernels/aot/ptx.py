@@ -131,7 +131,7 @@ def _main_loop(body: str, name: str) -> Loop | None:
 
 
 def _statements(body: str) -> list[str]:
-    """Instructions and labels in order; comments, braces of inline assembly and directives dropped."""
+    """Instructions and labels in order, without comments and the braces of inline assembly."""
     body = re.sub(r"//[^\n]*", "", body)
     body = re.sub(r"(\$L\w+:)", r"\1;", body)
     # Operand lists keep their braces: only a brace that opens or closes a scope stands alone.

@@ -1,5 +1,7 @@
 """The typed entry to writing keys and values: checks, takes a backend, calls it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -45,16 +47,17 @@ def append_kv(
       ValueError: arguments contradict each other.
       NotImplementedError: an explicit backend cannot serve.
     """
-    options = dict(kv_dtype=kv_dtype, k_scale_K=k_scale_K, v_scale_K=v_scale_K)
-    arrays = (k_pool, v_pool, k_TKH, v_TKH, slot_T)
+    options: dict[str, Any] = dict(kv_dtype=kv_dtype, k_scale_K=k_scale_K, v_scale_K=v_scale_K)
+    arrays: tuple[Any, ...] = (k_pool, v_pool, k_TKH, v_TKH, slot_T)
     problem = describe(*arrays, **options)
     choice = dispatch.choose("append_kv", backend, triton.unsupported(problem))
     if problem.num_tokens == 0:
         return jnp.asarray(k_pool), jnp.asarray(v_pool)
-    arguments = (
+    arguments: Any = (
         *jax.tree.map(jnp.asarray, (*arrays, k_scale_K, v_scale_K, block_offset)),
         problem,
     )
     if choice.backend == "xla":
         return reference.append(*arguments)
-    return triton.append(*arguments, cost_of(*arrays, **options), choice.backend == "interpret")
+    cost = cost_of(*arrays, **options)
+    return triton.append(*arguments, cost=cost, interpret=choice.backend == "interpret")

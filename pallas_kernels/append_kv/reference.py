@@ -1,4 +1,4 @@
-"""append_kv in plain jnp: a scatter into the pool, in place where the pool is donated or carried."""
+"""append_kv in plain jnp: a scatter, in place where the pool is donated or carried."""
 
 import jax.numpy as jnp
 

@@ -46,7 +46,8 @@ def int4_matmul(
       layer: index into the stacks, a scalar that may be traced.
       bits, group_size, span: how the weight is stored; group_size 32, 64, 128, or -1 for one group
         per output channel.
-      gate_activation: "silu", "gelu_tanh" or "gelu": the first N // 2 rows of the weight are a gate,
+      gate_activation: "silu", "gelu_tanh" or "gelu": the first N // 2 rows of the weight are a
+      gate,
         the others its values, and the result is act(gate) * up, [..., N // 2].
       out_dtype: of the result, x's where None.
       backend: see `dispatch`.

@@ -35,11 +35,16 @@ def table_key(problem: Problem) -> dict:
     )
 
 
-def key_of_case(case: Case) -> dict:
-    """The key of the entry that serves a case of shapes.py."""
+def problem_of_case(case: Case) -> Problem:
+    """The problem that a case of shapes.py states."""
     positional, keyword = abstract_arguments(case)
     absent = dict.fromkeys(("zero", "offset", "bias", "layer", "out_dtype"))
-    return table_key(describe(*positional, **(absent | dict(implicit_zero=8) | keyword)))
+    return describe(*positional, **(absent | dict(implicit_zero=8) | keyword))
+
+
+def key_of_case(case: Case) -> dict:
+    """The key of the entry that serves a case of shapes.py."""
+    return table_key(problem_of_case(case))
 
 
 def config_for(problem: Problem, device: Device | None) -> Config:

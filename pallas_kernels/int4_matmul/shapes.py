@@ -111,7 +111,7 @@ def arguments(case: Case, seed: int = 0) -> tuple[tuple, dict]:
         packed = rng.integers(-128, 128, (*lead, case.N, case.K)).astype(np.int8)
         zeros = rng.integers(-100, 100, per_group).astype(np.int16)
     scale = rng.uniform(0.5, 1.5, per_group) / (8 if case.bits == 4 else 128)
-    keyword = dict(
+    keyword: dict = dict(
         bits=case.bits,
         group_size=case.group_size,
         span=case.span,

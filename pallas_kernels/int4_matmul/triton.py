@@ -17,8 +17,8 @@ is exact. The group's scale is then applied in one of two places, never in a pas
 serves groups smaller than a tile, float offsets, and many rows.
 
 With few rows there are too few tiles to keep all SMs loading, so K is split: every split writes
-float32 partial sums, and a second kernel adds them in a fixed order (results do not vary from run to
-run), adds the bias, applies the gate and casts.
+float32 partial sums, and a second kernel adds them in a fixed order (results do not vary from run
+to run), adds the bias, applies the gate and casts.
 """
 
 import functools
@@ -170,16 +170,16 @@ def _matmul_kernel(*refs, names, problem: Problem, config: Config, interpret: bo
     m = pl.program_id(1) * config.block_m + jnp.arange(config.block_m, dtype=jnp.int32)
     n = pl.program_id(0) * config.block_n + jnp.arange(config.block_n, dtype=jnp.int32)
     split = config.split_k > 1
-    gated = problem.activation is not None and not split
-    columns = problem.out_columns if gated else problem.out_features
+    activation = None if split else problem.activation
+    columns = problem.out_columns if activation else problem.out_features
     # Rows past the edge read the last one and are not stored.
     m_safe = m if problem.rows % config.block_m == 0 else jnp.minimum(m, problem.rows - 1)
     n_safe = n if columns % config.block_n == 0 else jnp.minimum(n, columns - 1)
     tile = functools.partial(_tile, ref, layer, m_safe, problem, config, interpret)
-    if gated:
+    if activation is not None:
         gate = _with_bias(tile(n_safe), ref, layer, n_safe)
         up = _with_bias(tile(n_safe + columns), ref, layer, n_safe + columns)
-        acc = activate(gate, problem.activation) * up
+        acc = activate(gate, activation) * up
     else:
         acc = tile(n_safe)
         acc = acc if split else _with_bias(acc, ref, layer, n_safe)

@@ -1,5 +1,7 @@
 """The typed entry to paged attention: checks, takes a backend and a configuration, calls it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -33,10 +35,10 @@ def paged_attention(
 ) -> jax.Array:
     """Causal attention of packed query tokens to the blocks of their rows.
 
-    Row b's queries are tokens query_start_B[b] .. + query_len_B[b] - 1 of q_TNH, and they are the last
-    query_len_B[b] of its context_len_B[b] keys, which have been written already (`append_kv`): query
-    i stands at position context_len - query_len + i and sees the keys up to its own. Decoding has one
-    query a row, verification 1 + num_draft_tokens, a prefill chunk any number.
+    Row b's queries are tokens query_start_B[b] .. + query_len_B[b] - 1 of q_TNH, and they are the
+    last query_len_B[b] of its context_len_B[b] keys, which have been written already (`append_kv`):
+    query i stands at position context_len - query_len + i and sees the keys up to its own. Decoding
+    has one query a row, verification 1 + num_draft_tokens, a prefill chunk any number.
 
     Args:
       q_TNH: [T, N, H] bfloat16, float16 or float32, H a multiple of 16.
@@ -48,7 +50,8 @@ def paged_attention(
       kv_dtype: how the pools' words are read: "fp8_e4m3", "fp8_e5m2", "int8", "bfloat16",
         "float16", or "float32" (the XLA backend only).
       max_query_len: static upper bound of query_len_B.
-      k_scale_K, v_scale_K: float32 [K], what stored keys and values are multiplied with; None for 1.
+      k_scale_K, v_scale_K: float32 [K], what stored keys and values are multiplied with; None for
+      1.
         Device arrays, so that changing them compiles nothing.
       block_offset: added to block ids: layer * P. A scalar that may be traced.
       softmax_scale: of q k^T; None for 1 / sqrt(H).
@@ -67,23 +70,26 @@ def paged_attention(
       ValueError: arguments contradict each other.
       NotImplementedError: an explicit backend cannot serve.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         kv_dtype=kv_dtype, max_query_len=max_query_len, k_scale_K=k_scale_K, v_scale_K=v_scale_K,
         softmax_scale=softmax_scale, sliding_window=sliding_window, soft_cap=soft_cap,
         tree_mask_BJJ=tree_mask_BJJ,
     )  # fmt: skip
-    arrays = (
+    arrays: tuple[Any, ...] = (
         q_TNH, k_pool, v_pool, block_table_BM, context_len_B, query_start_B, query_len_B,
     )  # fmt: skip
     problem = describe(*arrays, **options)
     choice = dispatch.choose("paged_attention", backend, triton.unsupported(problem))
     if 0 in q_TNH.shape or problem.num_rows == 0 or problem.max_blocks == 0:
         return jnp.zeros_like(q_TNH)
-    arguments = (*arrays, k_scale_K, v_scale_K, block_offset, tree_mask_BJJ, problem)
-    arguments = jax.tree.map(jnp.asarray, arguments[:-1]) + arguments[-1:]
+    arguments: Any = (*arrays, k_scale_K, v_scale_K, block_offset, tree_mask_BJJ)
+    arguments = (*jax.tree.map(jnp.asarray, arguments), problem)
     if choice.backend == "xla":
         return reference.attention(*arguments)
     config = config or configs.config_for(problem, dispatch.target().device)
     return triton.attention(
-        *arguments, config, cost_of(*arrays, **options), choice.backend == "interpret"
+        *arguments,
+        config=config,
+        cost=cost_of(*arrays, **options),
+        interpret=choice.backend == "interpret",
     )

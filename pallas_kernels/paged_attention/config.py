@@ -28,11 +28,16 @@ def table_key(problem: Problem) -> dict:
     )
 
 
-def key_of_case(case: Case) -> dict:
-    """The key of the entry that serves a case of shapes.py."""
+def problem_of_case(case: Case) -> Problem:
+    """The problem that a case of shapes.py states."""
     positional, keyword = abstract_arguments(case)
     absent = dict.fromkeys(("k_scale_K", "v_scale_K", "softmax_scale", "tree_mask_BJJ"))
-    return table_key(describe(*positional, **(absent | keyword)))
+    return describe(*positional, **(absent | keyword))
+
+
+def key_of_case(case: Case) -> dict:
+    """The key of the entry that serves a case of shapes.py."""
+    return table_key(problem_of_case(case))
 
 
 def config_for(problem: Problem, device: Device | None) -> Config:
@@ -59,9 +64,7 @@ def rule(problem: Problem, device: Device | None) -> Config:
     block_q = min(block_q, problem.max_query_len)
     rows = rows_of(problem, block_q)
     block_s = 64 if problem.head_dim <= 128 and rows > 16 else 32
-    programs = (
-        problem.num_rows * math.ceil(problem.max_query_len / block_q) * problem.num_kv_heads
-    )
+    programs = problem.num_rows * math.ceil(problem.max_query_len / block_q) * problem.num_kv_heads
     # So many programs an SM are resident at once and keep enough loads in flight; one more would
     # start a second wave.
     per_sm = 8 if problem.format.bits == 8 else 4

@@ -1,4 +1,4 @@
-"""The cases that tests, benchmarks and compile checks of paged_attention share, and their arrays."""
+"""The cases that tests, benchmarks and compile checks of paged_attention share."""
 
 from dataclasses import dataclass
 

@@ -1,11 +1,12 @@
 """paged_attention as a Pallas-Triton kernel: one body for decode, verify and chunked prefill.
 
-A program computes one KV head's group of query heads for a block of one row's query tokens, over one
-split of the row's keys: rows of its tiles are (token, head) pairs, so a KV tile is read once for the
-whole group. Tiles of keys are gathered through the block table, word by word, and taken apart in
+A program computes one KV head's group of query heads for a block of one row's query tokens, over
+one split of the row's keys: rows of its tiles are (token, head) pairs, so a KV tile is read once
+for the whole group. Tiles of keys are gathered through the block table, word by word, and taken
+apart in
 registers: the planar words of an 8-bit pool hold elements d and d + H/2, so a tile of words is two
-operands, each multiplied with its half of q (keys) or giving its half of the output (values). A value
-tile is transposed 16 bits at a time, which tensor-core loads can do and 8-bit ones cannot.
+operands, each multiplied with its half of q (keys) or giving its half of the output (values). A
+value tile is transposed 16 bits at a time, which tensor-core loads can do and 8-bit ones cannot.
 
 Decoding to float16 (its 11 bits hold every 8-bit format exactly), two elements a register:
 
@@ -14,9 +15,9 @@ Decoding to float16 (its 11 bits hold every 8-bit format exactly), two elements 
     E5M2  the high byte of a float16.
     INT8  0x6400 | (q + 128) is 1152 + q in float16; subtracting 1152 is exact.
 
-Softmax is in base 2 and float32 with running maximum and sum. Masked scores are a finite -1e30, below
-the maximum's start of -1e29, so their weight is an exact 0; values of masked slots are not loaded
-(read as 0), so that NaN in unwritten slots cannot meet a zero weight.
+Softmax is in base 2 and float32 with running maximum and sum. Masked scores are a finite -1e30,
+below the maximum's start of -1e29, so their weight is an exact 0; values of masked slots are not
+loaded (read as 0), so that NaN in unwritten slots cannot meet a zero weight.
 
 With few programs, each row's keys are split between several; a second kernel joins the parts in a
 fixed order.
@@ -153,7 +154,7 @@ def attention(
 
 
 def tree_bits(tree_mask_BJJ) -> jax.Array:
-    """bool [B, J, J] -> int32 [B, J]: bit j of entry (b, i) says whether query i sees new token j."""
+    """bool [B, J, J] -> int32 [B, J]: bit j of entry (b, i): query i sees new token j."""
     J = tree_mask_BJJ.shape[-1]
     weights = jnp.left_shift(jnp.uint32(1), jnp.arange(J, dtype=jnp.uint32))
     bits = jnp.sum(jnp.where(tree_mask_BJJ, weights, 0), axis=-1, dtype=jnp.uint32)
@@ -338,7 +339,15 @@ def _attention_kernel(
 
 
 def _join_kernel(
-    part_ref, largest_ref, total_ref, query_start_ref, query_len_ref, out_ref, *, num_splits, head_dim
+    part_ref,
+    largest_ref,
+    total_ref,
+    query_start_ref,
+    query_len_ref,
+    out_ref,
+    *,
+    num_splits,
+    head_dim,
 ):
     """Program (token, head): joins the splits' parts, whose maxima and sums differ."""
     t, n = pl.program_id(0), pl.program_id(1)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+
 from pallas_kernels.append_kv import append_kv, shapes
 from pallas_kernels.append_kv.shapes import Case
 from pallas_kernels.kv_format import FORMATS, format_of, from_words, pool_shape, to_words

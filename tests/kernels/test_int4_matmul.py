@@ -1,4 +1,4 @@
-"""Does int4_matmul agree with float64 on the dequantised weight, on every backend, at every edge?"""
+"""Does int4_matmul agree with float64 on the dequantised weight, on every backend?"""
 
 import dataclasses
 import functools
@@ -101,7 +101,7 @@ def test_slow_edges(case, backend):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("span", packing.SPANS)
 def test_every_byte_meets_its_input(span, bits, backend):
-    """x one-hot at each k in turn reads column k: all 256 bytes at all places of a span, exactly."""
+    """x one-hot at each k reads column k: all 256 bytes at all places of a span, exactly."""
     K = span
     if bits == 4:
         bytes_NB = (np.arange(256)[:, None] + 37 * np.arange(K // 2)[None, :]) % 256
@@ -300,7 +300,7 @@ def test_stack_too_large_for_int32_offsets_is_refused():
 
 
 def test_rule_cuts_every_problem():
-    """The rule's configuration is valid for all shapes shipped and all row counts, on each device."""
+    """The rule's configuration is valid for all shipped shapes and rows, on each device."""
     from pallas_kernels.devices import DEVICES
 
     for case in (*shapes.EDGES, *shapes.SLOW_EDGES, *model_cases()):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.tolerances import OUTPUT, assert_within
+
 from pallas_kernels.kv_format import FORMATS, format_of
 from pallas_kernels.paged_attention import paged_attention, shapes, triton
 from pallas_kernels.paged_attention.shapes import Case, arguments

@@ -76,6 +76,10 @@ def test_two_devices():
         "PYTHONPATH": str(root),
     }
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert run.stdout.strip() == "equal", run.stderr[-3000:]
