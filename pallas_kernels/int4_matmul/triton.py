@@ -339,16 +339,8 @@ def _unpack(codes, minus_zero, nibble: str, x_dtype: str, interpret: bool):
         q = codes & 15 if nibble == "low" else codes >> 4
         biased = lax.bitcast_convert_type(q.astype(jnp.uint16) | (high_byte << 8), dtype)
         return biased + minus_zero
-    suffix, one, _ = _PACKED[x_dtype]
-    shift = "" if nibble == "low" else "shr.u32 t, t, 4; "
-    fill = f"{high_byte:#04x}" + f"{high_byte:02x}" * 3
-    assembly = (
-        f"{{ .reg .b32 t, a, b; mov.b32 t, $2; {shift}and.b32 t, t, 0x0f0f0f0f; "
-        f"prmt.b32 a, t, {fill}, 0x4140; prmt.b32 b, t, {fill}, 0x4342; "
-        f"mov.b32 t, {one}; fma.rn.{suffix} $0, a, t, $3; fma.rn.{suffix} $1, b, t, $4; }}"
-    )
     [q] = plt.elementwise_inline_asm(
-        assembly,
+        unpack_assembly(nibble, x_dtype),
         args=[codes, minus_zero],
         constraints="=r,=r,r,r,r",
         pack=4,
@@ -357,13 +349,31 @@ def _unpack(codes, minus_zero, nibble: str, x_dtype: str, interpret: bool):
     return q
 
 
+def unpack_assembly(nibble: str, x_dtype: str) -> str:
+    """PTX: four bytes ($2) and two pairs of -(base + zero) ($3, $4) to two pairs ($0, $1)."""
+    high_byte, _ = _MAGIC[x_dtype]
+    suffix, one, _ = _PACKED[x_dtype]
+    shift = "" if nibble == "low" else "shr.u32 t, t, 4; "
+    fill = f"{high_byte:#04x}" + f"{high_byte:02x}" * 3
+    return (
+        f"{{ .reg .b32 t, a, b; mov.b32 t, $2; {shift}and.b32 t, t, 0x0f0f0f0f; "
+        f"prmt.b32 a, t, {fill}, 0x4140; prmt.b32 b, t, {fill}, 0x4342; "
+        f"mov.b32 t, {one}; fma.rn.{suffix} $0, a, t, $3; fma.rn.{suffix} $1, b, t, $4; }}"
+    )
+
+
+def multiply_assembly(dtype: str) -> str:
+    """PTX: the product ($0) of two pairs ($1, $2)."""
+    suffix, _, minus_null = _PACKED[dtype]
+    return f"{{ .reg .b32 n; mov.b32 n, {minus_null}; fma.rn.{suffix} $0, $1, $2, n; }}"
+
+
 def _multiply(q, scale, interpret: bool):
     """q * scale for two arrays of one 16-bit dtype, two elements an instruction."""
     if interpret:
         return q * scale
-    suffix, _, minus_null = _PACKED[q.dtype.name]
     [product] = plt.elementwise_inline_asm(
-        f"{{ .reg .b32 n; mov.b32 n, {minus_null}; fma.rn.{suffix} $0, $1, $2, n; }}",
+        multiply_assembly(q.dtype.name),
         args=[q, scale],
         constraints="=r,r,r",
         pack=2,

@@ -391,35 +391,38 @@ def _decode(words, plane: int, problem: Problem, config: Config, interpret: bool
         return lax.bitcast_convert_type(words, jnp.dtype(kv_dtype))
     if interpret:
         return _decode_jnp(words, plane, kv_dtype, config.fp8_decode)
-    # $1 holds two words. Byte i of a word pair: 0 and 2 are low, 1 and 3 high elements.
-    if kv_dtype == "fp8_e5m2":
-        assembly = ("prmt.b32 $0, $1, 0, 0x2404;", "and.b32 $0, $1, 0xff00ff00;")[plane]
-    elif kv_dtype == "int8":
-        pick = ("0x4240", "0x4341")[plane]
-        assembly = (
-            f"{{ .reg .b32 t, o, n; xor.b32 t, $1, 0x80808080; prmt.b32 t, t, 0x64646464, {pick}; "
-            "mov.b32 o, 0x3c003c00; mov.b32 n, 0xe480e480; fma.rn.f16x2 $0, t, o, n; }"
-        )
-    elif config.fp8_decode == "cvt":
-        pick = ("0x4420", "0x4431")[plane]
-        assembly = (
-            f"{{ .reg .b32 t; .reg .b16 c, z; prmt.b32 t, $1, 0, {pick}; "
-            "mov.b32 {c, z}, t; cvt.rn.f16x2.e4m3x2 $0, c; }"
-        )
-    else:
-        align = ("prmt.b32 t, $1, 0, 0x2404;", "mov.b32 t, $1;")[plane]
-        assembly = (
-            f"{{ .reg .b32 t, s; {align} shr.u32 s, t, 1; and.b32 s, s, 0x3f803f80; "
-            "lop3.b32 $0, t, 0x80008000, s, 0xea; }"
-        )
     [values] = plt.elementwise_inline_asm(
-        assembly,
+        decode_assembly(kv_dtype, plane, config.fp8_decode),
         args=[words],
         constraints="=r,r",
         pack=2,
         result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float16)],
     )
     return values
+
+
+def decode_assembly(kv_dtype: str, plane: int, fp8_decode: str) -> str:
+    """PTX: two words ($1) to the pair ($0) of float16 of their low or high elements."""
+    # $1 holds two words. Byte i of a word pair: 0 and 2 are low, 1 and 3 high elements.
+    if kv_dtype == "fp8_e5m2":
+        return ("prmt.b32 $0, $1, 0, 0x2404;", "and.b32 $0, $1, 0xff00ff00;")[plane]
+    if kv_dtype == "int8":
+        pick = ("0x4240", "0x4341")[plane]
+        return (
+            f"{{ .reg .b32 t, o, n; xor.b32 t, $1, 0x80808080; prmt.b32 t, t, 0x64646464, {pick}; "
+            "mov.b32 o, 0x3c003c00; mov.b32 n, 0xe480e480; fma.rn.f16x2 $0, t, o, n; }"
+        )
+    if fp8_decode == "cvt":
+        pick = ("0x4420", "0x4431")[plane]
+        return (
+            f"{{ .reg .b32 t; .reg .b16 c, z; prmt.b32 t, $1, 0, {pick}; "
+            "mov.b32 {c, z}, t; cvt.rn.f16x2.e4m3x2 $0, c; }"
+        )
+    align = ("prmt.b32 t, $1, 0, 0x2404;", "mov.b32 t, $1;")[plane]
+    return (
+        f"{{ .reg .b32 t, s; {align} shr.u32 s, t, 1; and.b32 s, s, 0x3f803f80; "
+        "lop3.b32 $0, t, 0x80008000, s, 0xea; }"
+    )
 
 
 def _decode_jnp(words, plane: int, kv_dtype: str, fp8_decode: str):
