@@ -1,1 +1,7 @@
-"""Checkpoint import and export: GGUF, Hugging Face safetensors, and the native Orbax format."""
+"""Checkpoints: GGUF, Hugging Face and native ones are read alike; any of them becomes native."""
+
+from checkpoints_conv.checkpoint import Checkpoint
+from checkpoints_conv.converting import convert
+from checkpoints_conv.reading import open_checkpoint, read_params
+
+__all__ = ["Checkpoint", "convert", "open_checkpoint", "read_params"]

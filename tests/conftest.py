@@ -1,19 +1,40 @@
-"""Which tests run: `--slow` adds the ones that take minutes; `gpu` ones need an NVIDIA GPU."""
+"""What do all tests share: which ones run here, and the real model."""
 
-import jax
+from pathlib import Path
+
 import pytest
 
-
-def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+from helios_jax import hub
 
 
-def pytest_collection_modifyitems(config, items):
-    no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
-    slow = pytest.mark.skip(reason="takes minutes: give --slow")
-    has_gpu = jax.default_backend() == "gpu"
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
     for item in items:
-        if "gpu" in item.keywords and not has_gpu:
-            item.add_marker(no_gpu)
-        if "slow" in item.keywords and not config.getoption("--slow"):
-            item.add_marker(slow)
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: run with --slow"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Here and not at collection, so that jax is imported only where a gpu test is about to run.
+    if item.get_closest_marker("gpu"):
+        import jax
+
+        if jax.default_backend() != "gpu":
+            pytest.skip("needs an NVIDIA GPU, and jax finds none")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf_path() -> Path:
+    """The embedded model's GGUF, in the user's cache (HELIOS_CACHE) and so kept between runs."""
+    return hub.fetch_gguf("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_native_path() -> Path:
+    """The embedded model as `helios pull` leaves it, likewise."""
+    return hub.pull("smollm2-135m")

@@ -1,0 +1,88 @@
+"""Which options do several verbs share, and what is made of them?
+
+Sampling options have vLLM's names, and `SamplingParams` checks their values. The defaults differ
+where a person at a terminal wants something else than a server: temperature 0, so that the same
+command prints the same text, and room for a whole answer.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from helios_jax.sampling import SamplingParams
+
+DEFAULT_MODEL = "smollm2-135m"
+_SAMPLING = "Sampling"
+_LOADING = "Model"
+
+
+def _remember_debug(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        context.ensure_object(dict)["debug"] = True
+
+
+def _option(flag: str, panel: str | None, help: str, **more: Any) -> Any:
+    return typer.Option(flag, rich_help_panel=panel, help=help, **more)
+
+
+Debug = Annotated[bool, _option("--debug", None, "Show tracebacks.", callback=_remember_debug)]
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        rich_help_panel=_LOADING,
+        help="A known name, hf:org/name[@revision], hf:org/name/file.gguf, or a local path.",
+    ),
+]
+Dtype = Annotated[
+    str,
+    _option("--dtype", _LOADING, "Form of the weights: auto (fastest near-lossless), float32, …"),
+]
+MaxModelLen = Annotated[
+    int | None,
+    _option("--max-model-len", _LOADING, "Longest sequence, prompt included; default: the model's"),
+]
+
+MaxTokens = Annotated[int, _option("--max-tokens", _SAMPLING, "Longest answer, in tokens.")]
+MinTokens = Annotated[int, _option("--min-tokens", _SAMPLING, "Shortest answer, in tokens.")]
+Temperature = Annotated[
+    float, _option("--temperature", _SAMPLING, "0 takes the likeliest token; 1 draws as trained.")
+]
+TopP = Annotated[float, _option("--top-p", _SAMPLING, "Draw from the likeliest mass top_p.")]
+TopK = Annotated[int, _option("--top-k", _SAMPLING, "Draw from the k likeliest; 0: from all.")]
+MinP = Annotated[
+    float, _option("--min-p", _SAMPLING, "Drop tokens less likely than min_p times the best.")
+]
+Seed = Annotated[int | None, _option("--seed", _SAMPLING, "Makes drawn tokens reproducible.")]
+Stop = Annotated[
+    list[str] | None, _option("--stop", _SAMPLING, "A string that ends the answer; repeatable.")
+]
+IgnoreEos = Annotated[
+    bool, _option("--ignore-eos", _SAMPLING, "Go on after the end-of-sequence token.")
+]
+RepetitionPenalty = Annotated[
+    float, _option("--repetition-penalty", _SAMPLING, "Above 1: disfavour tokens seen so far.")
+]
+PresencePenalty = Annotated[
+    float, _option("--presence-penalty", _SAMPLING, "Subtracted for tokens in the answer so far.")
+]
+FrequencyPenalty = Annotated[
+    float, _option("--frequency-penalty", _SAMPLING, "Subtracted once per earlier occurrence.")
+]
+
+
+def sampling_params(stop: list[str] | None, **options: Any) -> "SamplingParams":
+    """The options as `SamplingParams`; ValueError for a value that breaks its rule."""
+    from helios_jax.sampling import SamplingParams
+
+    return SamplingParams(stop=stop or [], **options)
+
+
+def load_llm(model: str, dtype: str, max_model_len: int | None) -> Any:
+    """`helios_jax.load`, with a progress bar where the model is pulled first."""
+    import helios_jax
+
+    return helios_jax.load(model, dtype=dtype, max_model_len=max_model_len)

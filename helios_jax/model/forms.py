@@ -1,0 +1,122 @@
+"""In which form do weights serve? Checkpoint parameters to what a platform computes with, at load.
+
+The one `dtype` option chooses:
+
+    float32    everything dense in float32: the reference mode
+    bfloat16   linears dense in bfloat16
+    int8       CPU: int8 rows for one or two rows of activations, bfloat16 for more
+    int4       as stored: QuantTensors go to the kernels unexpanded
+    auto       CPU: int8; elsewhere int4 for a quantised checkpoint, bfloat16 for another
+
+Quality against float32 on the embedded model, KL per token: bfloat16 KL_BF16, int8 KL_INT8.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from helios_jax.config import ModelConfig, require
+from helios_jax.model.params import Params, fuse_params, separate_head
+from helios_jax.model.transformer import Transformer
+from helios_jax.quant import QuantTensor, expand
+
+DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
+
+
+class ServingForm(NamedTuple):
+    """A model ready to serve.
+
+    model: its activations' dtype and layout match `params`.
+    params: in the form that `dtype` names.
+    dtype: what "auto" became.
+    cache_dtype: of keys and values.
+    description: one line for people: which weights serve what.
+    """
+
+    model: Transformer
+    params: Params
+    dtype: str
+    cache_dtype: Any
+    description: str
+
+
+def serving_form(
+    config: ModelConfig, params: Params, dtype: str = "auto", platform: str | None = None
+) -> ServingForm:
+    """Brings checkpoint parameters into the form that serves.
+
+    Args:
+      config, params: a checkpoint's; leaves may be numpy arrays, and are released one by one.
+      dtype: one of `DTYPES`.
+      platform: "cpu" or "gpu"; None for jax's default backend.
+
+    Raises:
+      ValueError: a dtype that is unknown, or that this platform or checkpoint cannot serve.
+    """
+    require(dtype in DTYPES, f"dtype={dtype!r}: must be one of {DTYPES}")
+    platform = platform or jax.default_backend()
+    is_cpu = platform == "cpu"
+    is_quantised = any(map(_is_quant, jax.tree.leaves(params, is_leaf=_is_quant)))
+    if dtype == "auto":
+        dtype = "int8" if is_cpu else "int4" if is_quantised else "bfloat16"
+    require(
+        dtype != "int8" or is_cpu,
+        f"dtype='int8' on platform {platform!r}: a CPU form; use 'int4' or 'bfloat16'",
+    )
+    require(
+        dtype != "int4" or is_quantised,
+        "dtype='int4': this checkpoint holds no quantised weights; use 'bfloat16', or quantise it",
+    )
+    params = fuse_params(params)
+    if dtype != "float32":
+        config, params = separate_head(config, params)
+    convert = {
+        "float32": lambda leaf: _dense(leaf, jnp.float32),
+        "bfloat16": lambda leaf: _dense(leaf, jnp.bfloat16),
+        "int8": lambda leaf: _expanded(leaf),
+        "int4": lambda leaf: leaf if _is_quant(leaf) else _dense(leaf, jnp.bfloat16),
+    }[dtype]
+
+    def place(path, leaf):
+        name = path[-1].key
+        if name == "kernel":
+            return convert(leaf)
+        if name == "embedding":
+            return _table(leaf) if dtype == "float32" else jax.tree.map(jnp.asarray, leaf)
+        return jnp.asarray(leaf, jnp.float32)
+
+    params = jax.tree_util.tree_map_with_path(place, params, is_leaf=_is_quant)
+    # On a CPU elementwise work costs the same in float32; on a GPU it would double the traffic.
+    activations = jnp.float32 if is_cpu or dtype == "float32" else jnp.bfloat16
+    cache_dtype = jnp.float32 if dtype == "float32" else jnp.bfloat16
+    model = Transformer(config, activations, fused=True)
+    return ServingForm(model, params, dtype, cache_dtype, _DESCRIPTIONS[dtype])
+
+
+_DESCRIPTIONS = {
+    "float32": "float32 weights, activations and KV cache (reference mode)",
+    "bfloat16": "bfloat16 weights and KV cache",
+    "int8": "int8 weights for one or two rows, bfloat16 for more; bfloat16 KV cache",
+    "int4": "weights as stored (INT4), dequantised in the matmul; bfloat16 KV cache",
+}
+
+
+def _is_quant(leaf) -> bool:
+    return isinstance(leaf, QuantTensor)
+
+
+@jax.jit
+def _expanded(leaf):
+    return expand(leaf.dequantize().T if _is_quant(leaf) else leaf)
+
+
+def _dense(leaf, dtype):
+    return _transposed(leaf, dtype) if _is_quant(leaf) else jnp.asarray(leaf, dtype)
+
+
+_transposed = jax.jit(lambda leaf, dtype: leaf.dequantize(dtype).T, static_argnums=1)
+
+
+def _table(leaf):
+    return leaf.dequantize() if _is_quant(leaf) else jnp.asarray(leaf, jnp.float32)
