@@ -66,7 +66,8 @@ def rule(problem: Problem, device: Device | None) -> Config:
 
     Up to 64 rows, two warps a program: on Hopper four would take the warpgroup tensor instruction,
     whose register operand is filled from shared memory two bytes at a time, while two warps keep
-    the older one that reads eight. K is split until there are about four programs an SM.
+    the older one that reads eight. K is split until there are up to four programs an SM: all are resident at once, and no
+    second wave starts.
     """
     device = device or DEVICES["h200"]
     few = problem.rows <= 64
@@ -82,7 +83,7 @@ def rule(problem: Problem, device: Device | None) -> Config:
     if few:
         tiles = math.ceil(problem.out_features / block_n)
         num_k_tiles = problem.in_features // block_k
-        wanted = math.ceil(4 * device.num_sms / tiles)
+        wanted = max(1, 4 * device.num_sms // tiles)
         # At least 512 codes of K a split, or the pipeline never fills.
         most = max(1, problem.in_features // 512)
         split_k = max(1, min(wanted, most, num_k_tiles, 16))
