@@ -139,7 +139,7 @@ ROPE_CASES: dict[str, dict] = {
 
 
 def weights(name: str) -> dict[str, np.ndarray]:
-    """The float32 tensors of case `name`, [out, in] as Hugging Face has them; a tied head is absent.
+    """The float32 tensors of case `name`, [out, in] as Hugging Face has them, without a tied head.
 
     RandomState, not Generator: numpy promises that its stream never changes.
     """
