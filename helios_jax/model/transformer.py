@@ -141,7 +141,7 @@ class Transformer(nn.Module):
         """Logits float32 [B, T, V] of every token's successor.
 
         Args:
-          tokens_BT: integer token ids.
+          tokens_BT: integer token ids; where positions_BT is -1, any integers.
           positions_BT: int32, -1 for padding; None means 0..T-1 for every row.
           cache: None scores the tokens on their own; with a cache (see `helios_jax.cache`) the new
             tokens also see what it holds, and (logits, cache) is returned.
@@ -161,6 +161,9 @@ class Transformer(nn.Module):
         cos_sin = rope.cos_sin(config.rope, config.head_dim, jnp.maximum(positions_BT, 0))
         with jax.named_scope("embed"):
             hidden_BTD = self.embed(tokens_BT, self.dtype)
+            # Padding may be any id, also one outside the vocabulary, whose embedding is NaN. Zeros
+            # keep its keys and values finite, which attention needs of what it masks.
+            hidden_BTD = jnp.where(positions_BT[..., None] >= 0, hidden_BTD, 0)
         for block in self.layers:
             hidden_BTD, cache = block(hidden_BTD, positions_BT, cos_sin, cache)
         return self.final_norm(hidden_BTD), cache
