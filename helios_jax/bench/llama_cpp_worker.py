@@ -19,8 +19,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Runs a `Workload.job` through llama.cpp's server engine, called directly, without HTTP.
 
     The times are llama.cpp's own (`timings`): a prompt's evaluation, and generation from the first
-    token on. The prompts of a batch go in as one request, so all rows decode together from the
-    first step; the slowest row's time counts.
+    token on. The prompts of a batch go in as one request and are evaluated as one batch, so all
+    rows decode together from the first step; the engine reports the first row's times.
     """
     num_tokens = job["output_tokens"] + 1
     batches = job["decode_prompts"]
@@ -46,11 +46,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
                 "cache_prompt": False,
             }
         )
-        timings = [row["timings"] for row in (answer if isinstance(answer, list) else [answer])]
-        assert [row["prompt_n"] for row in timings] == [len(prompt) for prompt in prompts]
-        assert all(row["predicted_n"] == num_tokens for row in timings)
-        prompt_ms = max(row["prompt_ms"] for row in timings)
-        return prompt_ms / 1e3, max(row["predicted_ms"] for row in timings) / 1e3
+        timings = answer["timings"]
+        assert [row["finish_reason"] for row in answer["choices"]] == ["length"] * len(prompts)
+        assert (timings["prompt_n"], timings["predicted_n"]) == (len(prompts[0]), num_tokens)
+        return timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3
 
     decode_seconds = []
     for prompts in batches:

@@ -72,7 +72,7 @@ def _commit() -> str | None:
 
     try:
         # An installed package may lie inside some other project's checkout.
-        git("ls-files", "--error-unmatch", __file__)
+        git("ls-files", "--error-unmatch", Path(__file__).name)
         return git("rev-parse", "--short=12", "HEAD") + (
             "+" if git("status", "--porcelain") else ""
         )
