@@ -40,8 +40,17 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, built on first use."""
-        return self.read_tokenizer()
+        """The tokenizer, built on first use; where that fails, a ValueError names the file."""
+        try:
+            return self.read_tokenizer()
+        except ValueError as error:
+            if str(self.path) in str(error):
+                raise
+            raise ValueError(f"{self.path}: {error}") from error
+        except (KeyError, TypeError) as error:  # values of other types than a tokenizer's
+            raise ValueError(
+                f"{self.path}: the tokenizer's values are malformed: {error}"
+            ) from error
 
     def tensors(self) -> Iterator[tuple[Path, Leaf]]:
         """Every leaf of the parameters tree with its path: a numpy array, or a QuantTensor of them.

@@ -282,7 +282,7 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs under the user cache, unless the user has set a place for them."""
     from helios_jax.hub import cache_dir
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(Path(cache_dir()) / "xla"))
         # The many small programs of a load are worth keeping too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

@@ -38,7 +38,7 @@ def float32_matmul(inputs: jax.Array, weight: Weight) -> jax.Array:
     )
 
 
-def weight_shape(weight: Weight) -> tuple[int, int]:
+def weight_shape(weight: Weight) -> tuple[int, ...]:
     """(K, N) of any weight."""
     if isinstance(weight, ExpandedWeight):
         return weight.dense_KN.shape
