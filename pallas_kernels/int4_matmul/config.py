@@ -66,8 +66,8 @@ def rule(problem: Problem, device: Device | None) -> Config:
 
     Up to 64 rows, two warps a program: on Hopper four would take the warpgroup tensor instruction,
     whose register operand is filled from shared memory two bytes at a time, while two warps keep
-    the older one that reads eight. K is split until there are up to four programs an SM: all are resident at once, and no
-    second wave starts.
+    the older one that reads eight. K is split until there are up to four programs an SM: all are
+    resident at once, and no second wave starts.
     """
     device = device or DEVICES["h200"]
     few = problem.rows <= 64
