@@ -17,13 +17,15 @@ So a contiguous run of bytes unpacks to two contiguous runs of codes, with no in
 32 this is also the order of GGUF's Q4_0 and Q4_1 blocks. 8-bit codes are stored as they are, int8.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 SPANS = (32, 64)
 
 
-def pack_int4(codes, span: int = 32):
+def pack_int4(codes, span: int = 32) -> Any:
     """Packs 4-bit codes.
 
     Args:
@@ -41,7 +43,7 @@ def pack_int4(codes, span: int = 32):
     return xp.reshape(packed, (*lead, K // 2))
 
 
-def unpack_int4(packed, span: int = 32):
+def unpack_int4(packed, span: int = 32) -> Any:
     """The inverse of `pack_int4`: uint8 [..., N, K // 2] -> uint8 codes [..., N, K]."""
     _check_span(packed.shape[-1] * 2, span, "2 * packed.shape[-1]")
     xp = np if isinstance(packed, np.ndarray) else jnp
