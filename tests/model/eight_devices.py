@@ -1,7 +1,6 @@
 """Do eight devices compute what one does? Run by `test_sharding.py` in a process of its own."""
 
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -207,13 +206,3 @@ def test_explicit_axes(params, prompts):
         apply = jax.sharding.auto_axes(MODEL.apply, out_sharding=PartitionSpec("data"))
         logits = jax.jit(apply)(sharded, tokens)
     np.testing.assert_allclose(logits, MODEL.apply(params, prompts[0]), atol=5e-5)
-
-
-def test_the_readmes_example():
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    (block,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "make_mesh" in b]
-    names: dict = {}
-    exec(compile(block, "README.md", "exec"), names)
-    assert names["tokens"].shape == (4, 16)
-    kernel = names["params"]["params"]["layers_0"]["ffn"]["up"]["kernel"]
-    assert kernel.addressable_shards[0].data.shape == (64, 32)
