@@ -28,8 +28,8 @@ ORDER = (
     ("cli",),
 )
 RANKS = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
-# Where checkpoints are opened and converted, inside the functions that do it.
-OPENS_CHECKPOINTS = ("hub", "llm", "cli")
+# Where checkpoints are opened and converted, inside the functions that do so.
+OPENS_CHECKPOINTS = ("hub", "llm", "bench", "cli")
 
 
 class Import(NamedTuple):

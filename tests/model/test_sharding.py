@@ -109,7 +109,7 @@ def test_logical_axes_have_no_boxes():
         ({"model": 2}, {"layers": "model"}, r"unknown axes \['layers'\]: known are \['embed', "),
         (
             {"model": 2}, {"embed": "model", "ffn": "model"},
-            "'embed' and 'ffn' of layers_0/ffn/down/kernel to the mesh axis 'model'",
+            "'ffn' and 'embed' of layers_0/ffn/down/kernel to the mesh axis 'model'",
         ),
     ],
 )  # fmt: skip
