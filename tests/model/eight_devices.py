@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from quantised import quantise_linears
 
 from helios_jax import (
     ModelConfig,
@@ -20,6 +19,7 @@ from helios_jax import (
 from helios_jax.model.sharding import TENSOR_PARALLEL
 from helios_jax.sampling import stack_sampling
 from tests.equality import EqualityRule
+from tests.model.quantised import quantise_linears
 
 B, T, NUM_NEW = 8, 9, 12
 CONFIG = ModelConfig(

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_models
-from quantised import dequantise, quantise, quantise_linears
 
 from helios_jax import ModelConfig, Transformer, init_params
 from helios_jax.model import fuse_params, separate_head
 from helios_jax.model.forms import serving_form
 from helios_jax.quant import ExpandedWeight, QuantTensor
+from tests.model import reference_models
+from tests.model.quantised import dequantise, quantise, quantise_linears
 
 CASE = "qwen2_window_unused"  # QKV bias, a head of its own
 

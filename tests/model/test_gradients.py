@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_models
-from quantised import quantise_linears
 
 from helios_jax import Transformer
+from tests.model import reference_models
+from tests.model.quantised import quantise_linears
 
 STEP = 1e-2
 

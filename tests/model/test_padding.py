@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_models
 
 from helios_jax import Transformer
 from helios_jax.cache import DenseCache
+from tests.model import reference_models
 
 CASES = ("llama2", "mistral_window")
 WIDTH = 12

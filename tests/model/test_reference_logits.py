@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_models
 
 from checkpoints_conv.huggingface_config import huggingface_config
 from helios_jax import RopeConfig, Transformer
 from helios_jax.cache import DenseCache
 from helios_jax.model import fuse_params, separate_head
 from helios_jax.model.rope import inverse_frequencies
+from tests.model import reference_models
 
 # Logits have a standard deviation of 3 to 9 and both sides sum up to 96 float32 products in another
 # order, through 3 layers: differences seen are below 3e-5.
