@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from checkpoints_conv.errors import about
 from checkpoints_conv.json_files import read_json
 from helios_jax.config import ModelConfig, RopeConfig
 
@@ -109,7 +110,7 @@ def huggingface_config(folder: Path) -> ModelConfig:
             eos_token_ids=_eos_token_ids(folder, fields),
         )
     except ValueError as error:
-        raise fields.wrap(error) from None
+        raise about(fields.path, error) from None
 
 
 def huggingface_generation(folder: Path) -> dict[str, float | int]:
@@ -215,7 +216,7 @@ def _rope(fields: "_Fields", max_position: int) -> RopeConfig:
             **numbers,
         )
     except ValueError as error:
-        raise fields.wrap(error) from None
+        raise about(fields.path, error) from None
 
 
 def _eos_token_ids(folder: Path, fields: "_Fields") -> tuple[int, ...]:
@@ -284,11 +285,6 @@ class _Fields:
                 f"{self.path}: quantization_config with quant_method={method!r} is not supported "
                 "yet: convert from the unquantised checkpoint"
             )
-
-    def wrap(self, error: ValueError) -> ValueError:
-        """`error` with the file's name in front, once."""
-        text = str(error)
-        return error if text.startswith(str(self.path)) else ValueError(f"{self.path}: {text}")
 
     def refused(self, key: str, rule: str) -> ValueError:
         return ValueError(

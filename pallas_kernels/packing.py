@@ -17,13 +17,15 @@ So a contiguous run of bytes unpacks to two contiguous runs of codes, with no in
 32 this is also the order of GGUF's Q4_0 and Q4_1 blocks. 8-bit codes are stored as they are, int8.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 SPANS = (32, 64)
 
 
-def pack_int4(codes, span: int = 32):
+def pack_int4(codes, span: int = 32) -> Any:
     """Packs 4-bit codes.
 
     Args:
@@ -35,18 +37,20 @@ def pack_int4(codes, span: int = 32):
     """
     _check_span(codes.shape[-1], span, "codes.shape[-1]")
     xp = np if isinstance(codes, np.ndarray) else jnp
-    halves = xp.reshape(codes.astype(xp.uint8), (*codes.shape[:-1], -1, 2, span // 2))
+    *lead, K = codes.shape
+    halves = xp.reshape(codes.astype(xp.uint8), (*lead, K // span, 2, span // 2))
     packed = halves[..., 0, :] | (halves[..., 1, :] << 4)
-    return xp.reshape(packed, (*codes.shape[:-1], -1))
+    return xp.reshape(packed, (*lead, K // 2))
 
 
-def unpack_int4(packed, span: int = 32):
+def unpack_int4(packed, span: int = 32) -> Any:
     """The inverse of `pack_int4`: uint8 [..., N, K // 2] -> uint8 codes [..., N, K]."""
     _check_span(packed.shape[-1] * 2, span, "2 * packed.shape[-1]")
     xp = np if isinstance(packed, np.ndarray) else jnp
-    spans = xp.reshape(packed, (*packed.shape[:-1], -1, span // 2))
+    *lead, num_bytes = packed.shape
+    spans = xp.reshape(packed, (*lead, 2 * num_bytes // span, span // 2))
     codes = xp.stack([spans & 15, spans >> 4], axis=-2)
-    return xp.reshape(codes, (*packed.shape[:-1], -1))
+    return xp.reshape(codes, (*lead, 2 * num_bytes))
 
 
 def _check_span(num_codes: int, span: int, name: str) -> None:

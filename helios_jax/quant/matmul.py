@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from helios_jax.quant.expanded import ExpandedWeight, row_matmul
 from helios_jax.quant.tensor import QuantTensor
+from pallas_kernels.int4_matmul import int4_matmul
 
 Weight = jax.Array | QuantTensor | ExpandedWeight
 
@@ -28,7 +29,18 @@ def float32_matmul(inputs: jax.Array, weight: Weight) -> jax.Array:
             return rows.reshape(*inputs.shape[:-1], -1)
         weight = weight.dense_KN
     if isinstance(weight, QuantTensor):
-        weight = weight.dequantize(inputs.dtype).T
+        return int4_matmul(
+            inputs,
+            weight.packed,
+            weight.scale,
+            zero=weight.zero,
+            offset=weight.offset,
+            bits=weight.bits,
+            group_size=weight.group_size,
+            span=weight.span,
+            implicit_zero=weight.implicit_zero,
+            out_dtype=jnp.float32,
+        )
     narrow = min(inputs.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     return jnp.dot(
         inputs.astype(narrow),
