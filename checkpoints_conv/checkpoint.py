@@ -40,8 +40,13 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, built on first use."""
-        return self.read_tokenizer()
+        """The tokenizer, built on first use; where that fails, a ValueError names the file."""
+        try:
+            return self.read_tokenizer()
+        except ValueError as error:
+            if str(self.path) in str(error):
+                raise
+            raise ValueError(f"{self.path}: {error}") from error
 
     def tensors(self) -> Iterator[tuple[Path, Leaf]]:
         """Every leaf of the parameters tree with its path: a numpy array, or a QuantTensor of them.

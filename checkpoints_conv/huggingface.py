@@ -67,7 +67,8 @@ def open_huggingface(folder: FilePath) -> Checkpoint:
         name: shape for name, (shape, _) in found.items() if not name.endswith(_IGNORED_SUFFIX)
     }
     head, embedding = _TOP_LEVEL["lm_head"], _TOP_LEVEL["embed"]
-    if config.tie_word_embeddings and head in shapes and embedding in shapes:
+    tied = config.vocab_size, config.hidden_size
+    if config.tie_word_embeddings and shapes.get(head) == shapes.get(embedding) == tied:
         del shapes[head]
         if not _equal(shards, found, head, embedding):
             raise ValueError(
@@ -190,8 +191,10 @@ def _equal(
         return False
     with _opened(shards[first]) as file, _opened(shards[second]) as other:
         views = file.get_slice(first), other.get_slice(second)
-        for start in range(0, found[first][0][0], _COMPARE_ROWS):
-            rows = [view[start : start + _COMPARE_ROWS].tobytes() for view in views]
+        num_rows = found[first][0][0]
+        for start in range(0, num_rows, _COMPARE_ROWS):
+            end = min(start + _COMPARE_ROWS, num_rows)
+            rows = [view[start:end].tobytes() for view in views]
             if rows[0] != rows[1]:
                 return False
     return True
