@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Any
 
+from checkpoints_conv.errors import about
 from checkpoints_conv.tree import Leaf, Path, checked_leaves
 from helios_jax.config import ModelConfig
 from helios_jax.tokenizer import Tokenizer
@@ -44,9 +45,11 @@ class Checkpoint:
         try:
             return self.read_tokenizer()
         except ValueError as error:
-            if str(self.path) in str(error):
-                raise
-            raise ValueError(f"{self.path}: {error}") from error
+            raise about(self.path, error) from error
+        except (KeyError, TypeError) as error:  # values of other types than a tokenizer's
+            raise ValueError(
+                f"{self.path}: the tokenizer's values are malformed: {error}"
+            ) from error
 
     def tensors(self) -> Iterator[tuple[Path, Leaf]]:
         """Every leaf of the parameters tree with its path: a numpy array, or a QuantTensor of them.

@@ -51,7 +51,7 @@ def convert(
 
         write_native(partial, checkpoint, wrote)
         flush_folder(partial)
-        # The other processes' view may have changed while this one was writing.
+        # Another process may have put something there meanwhile.
         _check_target(target, overwrite)
         _move_into_place(partial, target)
 

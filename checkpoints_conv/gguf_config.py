@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from checkpoints_conv.errors import about
 from checkpoints_conv.gguf_reader import GgufFile
 from helios_jax.config import ModelConfig, RopeConfig
 
@@ -67,12 +68,13 @@ def gguf_config(gguf: GgufFile, tied: bool) -> ModelConfig:
     rope = _rope(metadata, head_dim, context_length)
     if rope.rope_type == "yarn":
         context_length = max(context_length, round(rope.original_max_position * rope.factor))
-    tokens = gguf.metadata.get("tokenizer.ggml.tokens", [])
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    num_tokens = len(tokens) if isinstance(tokens, list) else None
     names = gguf.tensors
     try:
         return ModelConfig(
             architecture=metadata.architecture,
-            vocab_size=metadata.integer("vocab_size", default=len(tokens)),
+            vocab_size=metadata.integer("vocab_size", default=num_tokens),
             hidden_size=hidden_size,
             intermediate_size=metadata.integer("feed_forward_length"),
             num_layers=metadata.integer("block_count"),
@@ -85,14 +87,15 @@ def gguf_config(gguf: GgufFile, tied: bool) -> ModelConfig:
             qkv_bias="blk.0.attn_q.bias" in names,
             attention_output_bias="blk.0.attn_output.bias" in names,
             mlp_bias="blk.0.ffn_gate.bias" in names,
-            qk_norm="blk.0.attn_q_norm.weight" in names,
+            qk_norm=metadata.architecture == "qwen3",
             sliding_window=metadata.integer("attention.sliding_window", default=0) or None,
             rope=rope,
-            bos_token_id=gguf.metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=_eos_token_ids(gguf.metadata),
+            bos_token_id=next(iter(_token_ids(gguf, "bos")), None),
+            # End of sequence, of turn and of message.
+            eos_token_ids=_token_ids(gguf, "eos", "eot", "eom"),
         )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{gguf.path}: {error}") from None
+    except ValueError as error:
+        raise about(gguf.path, error) from None
 
 
 def gguf_generation(metadata: Mapping[str, Any]) -> dict[str, float | int]:
@@ -107,10 +110,17 @@ def gguf_generation(metadata: Mapping[str, Any]) -> dict[str, float | int]:
     }
 
 
-def _eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """The union of end of sequence, end of turn and end of message."""
-    named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(token for token in named if token is not None))
+def _token_ids(gguf: GgufFile, *kinds: str) -> tuple[int, ...]:
+    """The stated special tokens of these kinds, each once."""
+    tokens: dict[int, None] = {}
+    for kind in kinds:
+        key = f"tokenizer.ggml.{kind}_token_id"
+        token = gguf.metadata.get(key)
+        if token is not None and type(token) is not int:
+            raise ValueError(f"{gguf.path}: metadata {key}={token!r}: must be an integer")
+        if token is not None:
+            tokens[token] = None
+    return tuple(tokens)
 
 
 def _shortest(value: float | int) -> float | int:
@@ -154,7 +164,7 @@ def _rope(metadata: "_Metadata", head_dim: int, context_length: int) -> RopeConf
             else multiplier * (0.1 * math.log(factor) + 1),
         )
     except ValueError as error:
-        raise ValueError(f"{metadata.gguf.path}: {error}") from None
+        raise about(metadata.gguf.path, error) from None
 
 
 def _frequency_factors(gguf: GgufFile, head_dim: int) -> np.ndarray | None:

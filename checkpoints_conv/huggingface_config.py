@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from checkpoints_conv.errors import about
 from checkpoints_conv.json_files import read_json
 from helios_jax.config import ModelConfig, RopeConfig
 
@@ -53,6 +54,7 @@ _ROPE_OTHER = (
     "finetuned",
 )
 _DEFAULT_WINDOW = 4096
+_MAX_POSITIONS = 2**31 - 1
 _QWEN3_HEAD_DIM = 128
 
 
@@ -108,7 +110,7 @@ def huggingface_config(folder: Path) -> ModelConfig:
             eos_token_ids=_eos_token_ids(folder, fields),
         )
     except ValueError as error:
-        raise fields.wrap(error) from None
+        raise about(fields.path, error) from None
 
 
 def huggingface_generation(folder: Path) -> dict[str, float | int]:
@@ -164,11 +166,17 @@ def _sliding_window(fields: "_Fields", architecture: str, num_layers: int) -> in
 
 def _max_model_len(rope: RopeConfig, max_position: int) -> int:
     """vLLM's rule: positions times the stretch, except where config.json has stretched already."""
-    if rope.rope_type in ("linear", "dynamic"):
-        return round(max_position * rope.factor)
-    if rope.rope_type == "yarn":
-        return round(rope.original_max_position * rope.factor)
-    return max_position
+    positions = {
+        "linear": max_position * rope.factor,
+        "dynamic": max_position * rope.factor,
+        "yarn": rope.original_max_position * rope.factor,
+    }.get(rope.rope_type, max_position)
+    if positions > _MAX_POSITIONS:
+        raise ValueError(
+            f"the model has {positions:g} positions: must be at most {_MAX_POSITIONS}; correct "
+            "max_position_embeddings or the RoPE factor"
+        )
+    return round(positions)
 
 
 def _rope(fields: "_Fields", max_position: int) -> RopeConfig:
@@ -208,7 +216,7 @@ def _rope(fields: "_Fields", max_position: int) -> RopeConfig:
             **numbers,
         )
     except ValueError as error:
-        raise fields.wrap(error) from None
+        raise about(fields.path, error) from None
 
 
 def _eos_token_ids(folder: Path, fields: "_Fields") -> tuple[int, ...]:
@@ -277,11 +285,6 @@ class _Fields:
                 f"{self.path}: quantization_config with quant_method={method!r} is not supported "
                 "yet: convert from the unquantised checkpoint"
             )
-
-    def wrap(self, error: ValueError) -> ValueError:
-        """`error` with the file's name in front, once."""
-        text = str(error)
-        return error if text.startswith(str(self.path)) else ValueError(f"{self.path}: {text}")
 
     def refused(self, key: str, rule: str) -> ValueError:
         return ValueError(

@@ -34,6 +34,7 @@ import numpy as np
 
 from checkpoints_conv.checkpoint import Checkpoint
 from checkpoints_conv.disk import require_space
+from checkpoints_conv.errors import about
 from checkpoints_conv.json_files import read_json, write_json
 from checkpoints_conv.tree import (
     DENSE_DTYPES,
@@ -50,9 +51,9 @@ from helios_jax.tokenizer import Tokenizer
 
 FORMAT = "helios-jax"
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
+MANIFEST, PARAMS = "manifest.json", "params"
 
-_CONFIG, _GENERATION, _TOKENIZER, _PARAMS = "config.json", "generation.json", "tokenizer", "params"
+_CONFIG, _GENERATION, _TOKENIZER = "config.json", "generation.json", "tokenizer"
 _ARRAYS = ("packed", "scale", "zero", "offset")
 _STATICS = ("bits", "group_size", "span", "implicit_zero")
 _SETTLE_SECONDS = 0.5
@@ -69,7 +70,7 @@ def write_native(
     Not atomic by itself: `convert` is.
     """
     leaves: dict[str, Any] = {}
-    (folder / _PARAMS).mkdir()
+    (folder / PARAMS).mkdir()
     for group, items in groupby(checkpoint.tensors(), key=lambda item: item[0][0]):
         tree: dict[str, Any] = {}
         num_bytes = 0
@@ -79,7 +80,7 @@ def write_native(
             leaves["/".join(path)] = _describe(leaf, arrays)
             _insert(tree, path[1:], arrays["value"] if "value" in arrays else arrays)
         require_space(folder, num_bytes)
-        _save_group(folder / _PARAMS / group, tree)
+        _save_group(folder / PARAMS / group, tree)
         wrote(num_bytes)
     write_json(folder / _CONFIG, _headed({"model": checkpoint.config.to_dict()}))
     write_json(folder / _GENERATION, checkpoint.generation)
@@ -110,14 +111,13 @@ def open_native(folder: FilePath) -> Checkpoint:
                 f"{folder / name}: does not match its sum in {MANIFEST}: it was changed or "
                 "damaged; convert the model again"
             )
-    where = str(folder / _CONFIG)
     fields = _read_headed(folder / _CONFIG).get("model")
     try:
         config = ModelConfig.from_dict(fields if isinstance(fields, dict) else {})
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise about(folder / _CONFIG, error) from None
     leaves = _section(folder, manifest, "leaves")
-    check_num_layers(where, config, len(leaves))
+    check_num_layers(str(folder / _CONFIG), config, len(leaves))
     nbytes = _check_leaves(folder / MANIFEST, leaves, config)
     return Checkpoint(
         path=folder,
@@ -136,7 +136,7 @@ def _read_leaves(
     folder: FilePath, leaves: dict[str, Any], paths: list[Path]
 ) -> Iterator[tuple[Path, Leaf]]:
     for group, members in groupby(paths, key=lambda path: path[0]):
-        where = folder / _PARAMS / group
+        where = folder / PARAMS / group
         tree = _restore_group(where)
         for path in members:
             name = "/".join(path)

@@ -34,9 +34,9 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
         )
     if not path.is_dir():
         raise ValueError(f"{path}: does not exist; give a .gguf file or a checkpoint folder")
-    from checkpoints_conv.native import MANIFEST, open_native
+    from checkpoints_conv.native import MANIFEST, PARAMS, open_native
 
-    if (path / MANIFEST).exists():
+    if (path / MANIFEST).exists() or (path / PARAMS).is_dir():
         return open_native(path)
     if (path / "config.json").exists():
         from checkpoints_conv.huggingface import open_huggingface

@@ -207,7 +207,14 @@ def test_damaged_manifest(folder, change, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "generation.json", "tokenizer/tokenizer.json", "params/layers_1"]
+    "name",
+    [
+        "manifest.json",
+        "config.json",
+        "generation.json",
+        "tokenizer/tokenizer.json",
+        "params/layers_1",
+    ],
 )
 def test_missing_parts(folder, name):
     part = folder / name
