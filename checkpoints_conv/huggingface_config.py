@@ -276,7 +276,6 @@ class _Fields:
         if self.get(key, neutral) != neutral:
             raise self.refused(key, f"{neutral}; anything else is not implemented")
 
-
     def refused(self, key: str, rule: str) -> ValueError:
         return ValueError(
             f"{self.path}: {self.prefix}{key}={str(self.get(key, None))[:200]!r}: must be {rule}"

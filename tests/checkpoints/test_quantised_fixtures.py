@@ -5,7 +5,6 @@
 """
 
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from tiny_checkpoints import assert_same_leaves
+from tiny_quantised import FIXTURES, copy_fixture
 
 from checkpoints_conv import convert, open_checkpoint, read_params
 from checkpoints_conv.tree import leaf_nbytes
@@ -20,7 +20,6 @@ from helios_jax.model import Transformer
 from helios_jax.model.forms import serving_form
 from helios_jax.quant import FLOAT8, QuantTensor
 
-FIXTURES = Path(__file__).parent.parent / "data" / "quantised"
 K_PROJ = ("layers_0", "attention", "k", "kernel")
 DOWN = ("layers_1", "ffn", "down", "kernel")
 # bits, group size of K_PROJ (64 inputs), explicit zero points, act-order
@@ -45,12 +44,7 @@ def reference(name):
 @pytest.fixture
 def folder(tmp_path, name):
     """The fixture without the reference, and with a tokenizer, as `convert` wants one."""
-    from tiny_checkpoints import write_tokenizer
-
-    for file in ("config.json", "model.safetensors"):
-        (tmp_path / file).write_bytes((FIXTURES / name / file).read_bytes())
-    write_tokenizer(tmp_path)
-    return tmp_path
+    return copy_fixture(name, tmp_path / "source")
 
 
 @pytest.mark.parametrize("name", FORMS)
