@@ -28,15 +28,12 @@ class SafetensorsWriter:
       described: what was written, by name: dtype, shape and sha256 of the bytes.
     """
 
-    def __init__(
-        self, folder: FilePath, max_names: Iterable[str], max_shard_bytes: int = MAX_SHARD_BYTES
-    ):
+    def __init__(self, folder: FilePath, max_names: Iterable[str]):
         """`max_names`: all names that may be written; they decide the room for the header."""
         room = sum(len(json.dumps(name)) + _ENTRY_BYTES for name in max_names) + _ENTRY_BYTES
         self.described: dict[str, dict[str, Any]] = {}
         self._folder = folder
         self._room = -(-room // 8) * 8
-        self._max_shard_bytes = max_shard_bytes
         self._shards: list[dict[str, Any]] = []  # the header of each
         self._file: BinaryIO | None = None
         self._written = 0
@@ -54,7 +51,7 @@ class SafetensorsWriter:
         """Writes one tensor, given as runs of its rows."""
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if self._file is None or (self._written and self._written + nbytes > self._max_shard_bytes):
+        if self._file is None or (self._written and self._written + nbytes > MAX_SHARD_BYTES):
             self._end_shard()
             self._shards.append({})
             self._written = 0

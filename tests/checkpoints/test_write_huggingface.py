@@ -25,7 +25,7 @@ CONFIGS = {
     "llama3": dict(
         rope=RopeConfig(5e5, "llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
     ),
-    "linear": dict(rope=RopeConfig(rope_type="linear", factor=2.0)),
+    "linear": dict(rope=RopeConfig(rope_type="linear", factor=2.0, original_max_position=64)),
     "dynamic": dict(rope=RopeConfig(rope_type="dynamic", factor=2.0, original_max_position=64)),
     "yarn": dict(
         rope=RopeConfig(
