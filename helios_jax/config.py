@@ -19,13 +19,34 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _is_integer(value: Any) -> bool:
+    # Python's True is an int, but no count.
+    return type(value) is int
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def _require_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(
-            math.isfinite(value) and value > 0,
-            f"{name}={value}: must be a finite number greater than 0",
+            _is_finite(value) and value > 0,
+            f"{name}={value!r}: must be a finite number greater than 0",
         )
+
+
+def _require_counts(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(_is_integer(value) and value >= 1, f"{name}={value!r}: must be an integer >= 1")
+
+
+def _require_flags(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(type(value) is bool, f"{name}={value!r}: must be True or False")
 
 
 @dataclass(frozen=True)
@@ -65,17 +86,40 @@ class RopeConfig:
             f"rope_type={self.rope_type!r}: must be one of {ROPE_TYPES}; this RoPE scaling is not "
             "implemented, and ignoring it would give wrong text",
         )
-        _require_positive(self, "theta", "low_freq_factor", "high_freq_factor")
-        require(
-            math.isfinite(self.factor) and self.factor >= 1,
-            f"rope factor={self.factor}: must be a finite number >= 1",
+        _require_positive(
+            self, "theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"
         )
-        if self.rope_type in ("dynamic", "llama3", "yarn"):
+        _require_flags(self, "truncate")
+        require(
+            _is_finite(self.factor) and self.factor >= 1,
+            f"rope factor={self.factor!r}: must be a finite number >= 1",
+        )
+        if self.attention_factor is not None:
+            _require_positive(self, "attention_factor")
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
             require(
-                self.original_max_position >= 1,
-                f"original_max_position={self.original_max_position}: rope_type={self.rope_type!r} "
-                "needs the length the model was trained for (original_max_position_embeddings)",
+                _is_finite(value) and value >= 0, f"{name}={value!r}: must be a finite number >= 0"
             )
+        if self.rope_type in ("dynamic", "llama3", "yarn"):
+            value = self.original_max_position
+            require(
+                _is_integer(value) and value >= 1,
+                f"original_max_position={value!r}: rope_type={self.rope_type!r} needs the length "
+                "the model was trained for (original_max_position_embeddings), an integer >= 1",
+            )
+        if self.rope_type == "llama3":
+            require(
+                self.high_freq_factor > self.low_freq_factor,
+                f"high_freq_factor={self.high_freq_factor}: must be greater than "
+                f"low_freq_factor={self.low_freq_factor}",
+            )
+        if self.rope_type == "yarn":
+            require(
+                self.beta_fast > self.beta_slow,
+                f"beta_fast={self.beta_fast}: must be greater than beta_slow={self.beta_slow}",
+            )
+            require(self.theta > 1, f"theta={self.theta}: rope_type='yarn' needs more than 1")
 
 
 @dataclass(frozen=True)
@@ -131,25 +175,34 @@ class ModelConfig:
             self.activation in ACTIVATIONS,
             f"activation={self.activation!r}: must be one of {ACTIVATIONS}",
         )
-        _require_positive(
+        _require_counts(
             self, "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
-            "num_kv_heads", "head_dim", "max_model_len", "rms_norm_eps",
+            "num_kv_heads", "head_dim", "max_model_len",
         )  # fmt: skip
+        _require_positive(self, "rms_norm_eps")
+        _require_flags(
+            self, "tie_word_embeddings", "qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm"
+        )
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}",
         )
         require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: RoPE needs an even number")
         require(
-            self.sliding_window is None or self.sliding_window >= 1,
-            f"sliding_window={self.sliding_window}: must be >= 1, or None for full attention",
+            self.rope.rope_type != "dynamic" or self.head_dim > 2,
+            f"head_dim={self.head_dim}: rope_type='dynamic' needs more than 2",
+        )
+        window = self.sliding_window
+        require(
+            window is None or (_is_integer(window) and window >= 1),
+            f"sliding_window={window!r}: must be an integer >= 1, or None for full attention",
         )
         named = {"bos_token_id": self.bos_token_id} if self.bos_token_id is not None else {}
         named |= {f"eos_token_ids[{i}]": token for i, token in enumerate(self.eos_token_ids)}
         for name, token in named.items():
             require(
-                0 <= token < self.vocab_size,
-                f"{name}={token}: must be in 0..{self.vocab_size - 1} (vocab_size)",
+                _is_integer(token) and 0 <= token < self.vocab_size,
+                f"{name}={token!r}: must be an integer in 0..{self.vocab_size - 1} (vocab_size)",
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,10 +212,15 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "ModelConfig":
         """The inverse of `to_dict`; an unknown or missing field is a ValueError that names it."""
-        fields = dict(fields)
-        rope = _build(RopeConfig, fields.pop("rope", {}), "rope.")
-        fields["eos_token_ids"] = tuple(fields.get("eos_token_ids", ()))
-        return _build(cls, fields | {"rope": rope}, "")
+        rope = fields.get("rope", {})
+        require(isinstance(rope, dict), f"configuration field rope={rope!r}: must be an object")
+        eos = fields.get("eos_token_ids", ())
+        require(
+            isinstance(eos, list | tuple),
+            f"configuration field eos_token_ids={eos!r}: must be a list",
+        )
+        converted = {"rope": _build(RopeConfig, rope, "rope."), "eos_token_ids": tuple(eos)}
+        return _build(cls, fields | converted, "")
 
 
 def _build(cls: type, fields: dict[str, Any], prefix: str) -> Any:
@@ -170,9 +228,9 @@ def _build(cls: type, fields: dict[str, Any], prefix: str) -> Any:
     for name in fields:
         require(
             name in known,
-            f"unknown configuration field {prefix}{name!r}: known are {sorted(known)}",
+            f"unknown configuration field {prefix + name!r}: known are {sorted(known)}",
         )
     for name, field in known.items():
         required = field.default is dataclasses.MISSING
-        require(name in fields or not required, f"missing configuration field {prefix}{name!r}")
+        require(name in fields or not required, f"missing configuration field {prefix + name!r}")
     return cls(**fields)

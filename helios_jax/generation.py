@@ -178,13 +178,13 @@ def prefill(
     positions_BT = jnp.where(is_prompt_BT, jnp.arange(width, dtype=jnp.int32), -1)
     # Room for the prompts alone: attention then reads no empty slots.
     cache = DenseCache.create(model.config, batch, width, cache_dtype or model.dtype)
-    hidden_BTD, cache = _apply(model, params, tokens_BT, positions_BT, cache)
+    hidden_BTD, cache = _hidden(model, params, tokens_BT, positions_BT, cache)
     prompt_logprobs = None
     if num_prompt_logprobs is not None:
         prompt_logprobs = _score(model, params, hidden_BTD, tokens_BT, num_prompt_logprobs)
     last_B1 = jnp.maximum(lengths_B - 1, 0)[:, None]
     last_hidden_BD = jnp.take_along_axis(hidden_BTD, last_B1[..., None], axis=1)[:, 0]
-    logits_BV = model.apply(params, last_hidden_BD, method="logits")
+    logits_BV = _logits(model, params, last_hidden_BD)
     state = GenerationState(
         cache=cache.grow(num_slots),
         history=init_history(tokens_BT, lengths_B, sampling, vocab_size=vocab_size),
@@ -222,15 +222,22 @@ def decode(
         last_B1 = lax.dynamic_slice_in_dim(state.tokens_BN, state.num_steps - 1, 1, axis=1)
         running_B1 = (state.finish_reason_B == RUNNING)[:, None]
         positions_B1 = jnp.where(running_B1, state.positions_B[:, None], -1)
-        hidden_B1D, cache = _apply(model, params, last_B1, positions_B1, state.cache)
-        logits_BV = model.apply(params, hidden_B1D[:, 0], method="logits")
+        hidden_B1D, cache = _hidden(model, params, last_B1, positions_B1, state.cache)
+        logits_BV = _logits(model, params, hidden_B1D[:, 0])
         return _draw(dataclasses.replace(state, cache=cache), logits_BV, sampling)
 
     return lax.while_loop(unfinished, step, state)
 
 
-def _apply(model, params, tokens_BT, positions_BT, cache):
-    return model.apply(params, jnp.maximum(tokens_BT, 0), positions_BT, cache, method="hidden")
+def _hidden(model: Transformer, params, tokens_BT, positions_BT, cache) -> tuple[Array, Any]:
+    tokens_BT = jnp.maximum(tokens_BT, 0)
+    output: Any = model.apply(params, tokens_BT, positions_BT, cache, method="hidden")
+    return output
+
+
+def _logits(model: Transformer, params, hidden: Array) -> Array:
+    logits: Any = model.apply(params, hidden, method="logits")
+    return logits
 
 
 def _draw(state: GenerationState, logits_BV: Array, sampling: SamplingArrays) -> GenerationState:
@@ -295,8 +302,7 @@ def _score(model, params, hidden_BTD: Array, tokens_BT: Array, num_top: int) -> 
     tokens = jnp.pad(tokens, (0, padding)).reshape(-1, _SCORED_POSITIONS)
 
     def score(chunk):
-        logits = model.apply(params, chunk[0], method="logits")
-        return _logprobs(logits, chunk[1], num_top)
+        return _logprobs(_logits(model, params, chunk[0]), chunk[1], num_top)
 
     scored = lax.map(score, (hidden, tokens))
 

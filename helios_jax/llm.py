@@ -1,6 +1,7 @@
 """LLM: load a model by name and generate, chat or stream with it."""
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,11 +61,13 @@ def load(
     use_compilation_cache()
     path = resolve(os.fspath(model)) if progress is None else resolve(os.fspath(model), progress)
     checkpoint = open_checkpoint(path)
-    form = serving_form(checkpoint.config, read_params(checkpoint), dtype)
+    # A tokenizer may know of an end-of-sequence token that the configurations leave out.
+    eos = dict.fromkeys((*checkpoint.config.eos_token_ids, *checkpoint.tokenizer.eos_token_ids))
+    config = dataclasses.replace(checkpoint.config, eos_token_ids=tuple(eos))
     return LLM(
-        form,
+        serving_form(config, read_params(checkpoint), dtype),
         checkpoint.tokenizer,
-        config=checkpoint.config,
+        config=config,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         seed=seed,
@@ -282,7 +285,7 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs under the user cache, unless the user has set a place for them."""
     from helios_jax.hub import cache_dir
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(Path(cache_dir()) / "xla"))
         # The many small programs of a load are worth keeping too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

@@ -26,13 +26,15 @@ from helios_jax.generation import (
 )
 from helios_jax.model.forms import ServingForm
 from helios_jax.outputs import CompletionOutput, Logprob, PositionLogprobs
-from helios_jax.sampling import SamplingParams, stack_sampling
+from helios_jax.sampling import SamplingParams, SamplingShapes, sampling_shapes, stack_sampling
 from helios_jax.tokenizer import IncrementalDecoder, StopStringMatcher, Tokenizer
 
 MIN_PROMPT_BUCKET = 16
 MIN_SLOTS_BUCKET = 256
 # Buckets of how many logprobs are computed; the surplus is dropped on the host.
 _LOGPROBS_BUCKETS = (0, 5, 20)
+# Room for a few stop ids in every program, so that one more of them compiles nothing.
+_COMMON_SHAPES = SamplingShapes(num_stop_ids=4)
 # Tokens between two looks at the output by the host, for a waiting caller and for a streaming one.
 STEPS_PER_CALL = 16
 STEPS_PER_STREAMED_CALL = 4
@@ -163,11 +165,15 @@ def run_batch(
         for row in rows
     ]
     tokens_BT, lengths_B = _pad([row.prompt_token_ids for row in rows])
-    # Rows that fill up the bucket are greedy and finished from the start.
-    filler = SamplingParams(temperature=0.0)
-    params = [row.params for row in rows] + [filler] * (len(lengths_B) - len(rows))
+    # Rows that fill up the bucket are finished from the start, so any parameters will do.
+    params = [row.params for row in rows]
+    params += [params[-1]] * (len(lengths_B) - len(rows))
     sampling = stack_sampling(
-        params, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids, rng=rng
+        params,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        shapes=_COMMON_SHAPES | sampling_shapes(params, eos_token_ids=config.eos_token_ids),
+        rng=rng,
     )
     width = tokens_BT.shape[1]
     longest = max(row.params.max_tokens or 0 for row in rows)

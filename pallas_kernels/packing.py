@@ -26,13 +26,15 @@ bits, so that no code straddles two bytes:
           7..6   5..4   3..2   1..0                            7 6 .. 1 0: the high bits
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 SPANS = (32, 64)
 
 
-def pack_int4(codes, span: int = 32):
+def pack_int4(codes, span: int = 32) -> Any:
     """Packs 4-bit codes.
 
     Args:
@@ -44,18 +46,20 @@ def pack_int4(codes, span: int = 32):
     """
     _check_span(codes.shape[-1], span, "codes.shape[-1]")
     xp = np if isinstance(codes, np.ndarray) else jnp
-    halves = xp.reshape(codes.astype(xp.uint8), (*codes.shape[:-1], -1, 2, span // 2))
+    *lead, K = codes.shape
+    halves = xp.reshape(codes.astype(xp.uint8), (*lead, K // span, 2, span // 2))
     packed = halves[..., 0, :] | (halves[..., 1, :] << 4)
-    return xp.reshape(packed, (*codes.shape[:-1], -1))
+    return xp.reshape(packed, (*lead, K // 2))
 
 
-def unpack_int4(packed, span: int = 32):
+def unpack_int4(packed, span: int = 32) -> Any:
     """The inverse of `pack_int4`: uint8 [..., N, K // 2] -> uint8 codes [..., N, K]."""
     _check_span(packed.shape[-1] * 2, span, "2 * packed.shape[-1]")
     xp = np if isinstance(packed, np.ndarray) else jnp
-    spans = xp.reshape(packed, (*packed.shape[:-1], -1, span // 2))
+    *lead, num_bytes = packed.shape
+    spans = xp.reshape(packed, (*lead, 2 * num_bytes // span, span // 2))
     codes = xp.stack([spans & 15, spans >> 4], axis=-2)
-    return xp.reshape(codes, (*packed.shape[:-1], -1))
+    return xp.reshape(codes, (*lead, 2 * num_bytes))
 
 
 def _check_span(num_codes: int, span: int, name: str) -> None:
@@ -65,7 +69,7 @@ def _check_span(num_codes: int, span: int, name: str) -> None:
         raise ValueError(f"{name}={num_codes}: must be a multiple of span={span}; pad K first")
 
 
-def pack_int3(codes):
+def pack_int3(codes) -> Any:
     """Packs 3-bit codes: [..., N, K] in 0..7, K a multiple of 32 -> uint8 [..., N, K * 3 / 8].
 
     Takes and returns numpy or jax arrays, as `pack_int4`.
@@ -78,7 +82,7 @@ def pack_int3(codes):
     return xp.reshape(xp.concatenate([low, high], axis=-1), (*codes.shape[:-1], -1))
 
 
-def unpack_int3(packed):
+def unpack_int3(packed) -> Any:
     """The inverse of `pack_int3`: uint8 [..., N, K * 3/8] -> uint8 codes [..., N, K]."""
     if packed.shape[-1] % 12:
         raise ValueError(f"packed.shape[-1]={packed.shape[-1]}: must be a multiple of 12 bytes")

@@ -25,7 +25,8 @@ def attention(
 
     A query at position p sees the keys at positions 0..p, with `sliding_window` W those at
     p-W+1..p; keys at position -1 (unwritten or padding) are seen by nobody. Their values must be
-    finite all the same, since the masked weights multiply them by zero: `DenseCache` starts zeroed.
+    finite all the same, since the masked weights multiply them by zero: `DenseCache` starts zeroed,
+    and the model embeds padding as zeros.
 
     Args:
       query_BTNH: N a multiple of K; query head n reads KV head n // (N // K).

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from helios_jax.cli import bench
 from helios_jax.cli.chat import chat
 from helios_jax.cli.convert import convert
 from helios_jax.cli.generate import generate
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 for verb in (generate, chat, pull, models, convert):
     app.command()(verb)
+app.add_typer(bench.app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -59,7 +59,7 @@ class Embedding(nn.Module):
         return self.embedding if is_quantised else self.embedding.T
 
 
-def _table_shape(table) -> tuple[int, int]:
+def _table_shape(table) -> tuple[int, ...]:
     return weight_shape(table)[::-1] if isinstance(table, QuantTensor) else table.shape
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from helios_jax.config import ModelConfig
 from helios_jax.model.params import init_params
@@ -44,7 +44,9 @@ def logical_axes(config: ModelConfig) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: _axes(path), shapes)
 
 
-def param_shardings(config: ModelConfig, mesh: Mesh, rules: dict[str, str] | None = None) -> Any:
+def param_shardings(
+    config: ModelConfig, mesh: Mesh | AbstractMesh, rules: dict[str, str] | None = None
+) -> Any:
     """NamedShardings for the (unfused, dense) params tree of `config`.
 
     Args:
@@ -52,7 +54,8 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: dict[str, str] | Non
       rules: logical axis -> mesh axis; default `TENSOR_PARALLEL`.
 
     Raises:
-      ValueError: a mesh axis does not divide what it would split, by name.
+      ValueError: a mesh axis does not divide what it would split, or would split one parameter
+        along two of its axes.
     """
     rules = TENSOR_PARALLEL if rules is None else rules
     counts = {
@@ -75,11 +78,22 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: dict[str, str] | Non
             )
 
     def sharding(path, _):
-        names = (rules.get(axis) for axis in _axes(path))
-        return NamedSharding(mesh, PartitionSpec(*(n if n in mesh.shape else None for n in names)))
+        names = [rules.get(axis) for axis in _axes(path)]
+        names = [name if name in mesh.shape else None for name in names]
+        if names[0] is not None and names[0] in names[1:]:
+            first, second = _axes(path)
+            raise ValueError(
+                f"rules map {first!r} and {second!r} of {_name(path)} to the mesh axis "
+                f"{names[0]!r}: an axis can split a parameter once; leave one of them out"
+            )
+        return NamedSharding(mesh, PartitionSpec(*names))
 
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     return jax.tree_util.tree_map_with_path(sharding, shapes)
+
+
+def _name(path) -> str:
+    return "/".join(key.key for key in path[1:])
 
 
 def _axes(path) -> tuple[str, ...]:

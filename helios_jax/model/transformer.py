@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from helios_jax.cache import NoCache
-from helios_jax.config import ModelConfig
+from helios_jax.config import ModelConfig, require
 from helios_jax.model import rope
 from helios_jax.model.layers import Embedding, Linear, RMSNorm
 from helios_jax.quant import float32_matmul
@@ -141,10 +141,14 @@ class Transformer(nn.Module):
         """Logits float32 [B, T, V] of every token's successor.
 
         Args:
-          tokens_BT: integer token ids.
+          tokens_BT: integer token ids; where positions_BT is -1, any integers.
           positions_BT: int32, -1 for padding; None means 0..T-1 for every row.
           cache: None scores the tokens on their own; with a cache (see `helios_jax.cache`) the new
             tokens also see what it holds, and (logits, cache) is returned.
+
+        Raises:
+          ValueError: a parameter's shape does not fit the configuration, or arguments lie on a mesh
+            whose axes are Explicit.
         """
         hidden_BTD, new_cache = self.hidden(tokens_BT, positions_BT, cache)
         logits_BTV = self.logits(hidden_BTD)
@@ -154,6 +158,7 @@ class Transformer(nn.Module):
         """The final norm's output [B, T, D] and the cache: for callers that need few logits."""
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        _require_automatic_axes(tokens_BT, self.embed.embedding)
         cache = NoCache() if cache is None else cache
         cache = cache.begin(positions_BT)
         config = self.config
@@ -161,6 +166,9 @@ class Transformer(nn.Module):
         cos_sin = rope.cos_sin(config.rope, config.head_dim, jnp.maximum(positions_BT, 0))
         with jax.named_scope("embed"):
             hidden_BTD = self.embed(tokens_BT, self.dtype)
+            # Padding may be any id, also one outside the vocabulary, whose embedding is NaN. Zeros
+            # keep its keys and values finite, which attention needs of what it masks.
+            hidden_BTD = jnp.where(positions_BT[..., None] >= 0, hidden_BTD, 0)
         for block in self.layers:
             hidden_BTD, cache = block(hidden_BTD, positions_BT, cos_sin, cache)
         return self.final_norm(hidden_BTD), cache
@@ -170,3 +178,15 @@ class Transformer(nn.Module):
         with jax.named_scope("logits"):
             tied = self.config.tie_word_embeddings
             return float32_matmul(hidden, self.embed.head() if tied else self.lm_head.kernel)
+
+
+def _require_automatic_axes(*arguments: Any) -> None:
+    """The compiler, not the caller, lays out what lies between parameters and logits."""
+    for leaf in jax.tree.leaves(arguments):
+        mesh = jax.typeof(leaf).sharding.mesh
+        require(
+            not mesh.explicit_axes,
+            f"parameters or tokens lie on a mesh whose axes {mesh.explicit_axes} are Explicit, "
+            "jax.make_mesh's default: make it with axis_types=(jax.sharding.AxisType.Auto,) * "
+            f"{len(mesh.axis_names)}, or use jax.sharding.auto_axes under jax.set_mesh(mesh)",
+        )

@@ -46,13 +46,13 @@ class QuantTensor:
       zero: int16 [..., N, K // group_size], the code that stands for 0, or None. Signed and wide:
         GPTQ's stored `zero - 1` may be -1.
       offset: float [..., N, K // group_size], the value that code 0 stands for, or None.
-      perm: int32 [..., K], the input channel that each stored column belongs to, or None where they
-        are in order. Column k is in group k // group_size.
       bits: 3, 4 or 8.
       group_size: input channels that share a scale; K itself for one group per output channel.
       span: codes per packing span, 32 or 64 (4 bits only; 32 otherwise).
       implicit_zero: the zero point of every group where `zero` and `offset` are None: 8 for
         symmetric 4-bit codes, 4 for 3-bit ones, 0 for signed and float 8-bit ones.
+      perm: int32 [..., K], the input channel that each stored column belongs to, or None where they
+        are in order. Column k is in group k // group_size.
 
     At most one of `zero` and `offset` is present.
     """
@@ -61,11 +61,11 @@ class QuantTensor:
     scale: jax.Array
     zero: jax.Array | None = None
     offset: jax.Array | None = None
-    perm: jax.Array | None = None
     bits: int = dataclasses.field(default=4, metadata=dict(static=True))
     group_size: int = dataclasses.field(default=32, metadata=dict(static=True))
     span: int = dataclasses.field(default=32, metadata=dict(static=True))
     implicit_zero: int = dataclasses.field(default=8, metadata=dict(static=True))
+    perm: jax.Array | None = None
 
     @property
     def out_features(self) -> int:

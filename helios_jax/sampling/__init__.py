@@ -1,4 +1,20 @@
-"""Sampling: logits to distribution to token, per row, for plain decoding and for verification."""
+"""Sampling: logits to distribution to token, per row, for plain decoding and for verification.
+
+Cost of a decode step's sampling (`sample_tokens` and `update_history` inside one jitted while_loop,
+vocabulary 49,152, two shared Zen 4 cores, warm, best of 8 to 16 runs of 60 steps), in ms at batch 1
+and batch 8:
+
+                                              jax 0.12.0.1       jax 0.10.2
+    reading the logits once (max)             0.012   0.054     0.009   0.082
+    greedy                                    0.018   0.082     0.015   0.084
+    temperature                               0.048   0.239     0.042   0.209
+    top_k=50                                  0.061   0.575     0.056   0.543
+    top_p=0.9, 64 tokens do not hold it       0.207   1.322     0.206   1.858
+    top_k=200, top_p=0.9, flat                0.270   1.715     0.298   2.284
+    greedy, all three penalties               0.019   0.117     0.020   0.117
+    every filter at once, top_k=50            0.087   0.563     0.086   0.566
+    every filter at once, top_k=200, flat     0.288   1.789     0.312   2.474
+"""
 
 from helios_jax.sampling.arrays import (
     LogitBias,

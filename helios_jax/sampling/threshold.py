@@ -49,29 +49,57 @@ def keep_threshold(y_BV: Array, top_k_B: Array, top_p_B: Array, min_p_B: Array) 
 def _searched_threshold(
     y_BV: Array, top_k_B: Array, top_p_B: Array, min_p_threshold_B: Array
 ) -> Array:
-    num_candidates = min(NUM_CANDIDATES, y_BV.shape[1])
-    candidates_BC, _ = largest(y_BV, num_candidates)
-    last_B = candidates_BC[:, -1]
-
-    top_k_threshold_B = _nth(candidates_BC, jnp.maximum(top_k_B, 1) - 1)
-    open_B = top_k_B > num_candidates
-    top_k_threshold_B = _where_any(
-        open_B, lambda: _bisect_top_k(y_BV, top_k_B, last_B, open_B), top_k_threshold_B
-    )
-    top_k_threshold_B = jnp.where(top_k_B > 0, top_k_threshold_B, -jnp.inf)
+    candidates_BC, _ = largest(y_BV, min(NUM_CANDIDATES, y_BV.shape[1]))
+    top_k_threshold_B = _top_k_threshold(y_BV, candidates_BC, top_k_B)
     threshold_B = jnp.maximum(min_p_threshold_B, top_k_threshold_B)
+    return jnp.maximum(threshold_B, _top_p_threshold(y_BV, candidates_BC, top_p_B, threshold_B))
 
-    kept_BV = jnp.where(y_BV >= threshold_B[:, None], jnp.exp(y_BV), 0.0)
-    target_B = top_p_B * jnp.sum(kept_BV, axis=1)
-    kept_BC = jnp.where(candidates_BC >= threshold_B[:, None], jnp.exp(candidates_BC), 0.0)
-    reached_BC = jnp.cumsum(kept_BC, axis=1) >= target_B[:, None]
-    top_p_threshold_B = _nth(candidates_BC, first_true(reached_BC))
-    open_B = (top_p_B < 1) & ~reached_BC[:, -1]
-    top_p_threshold_B = _where_any(
-        open_B, lambda: _bisect_top_p(y_BV, kept_BV, target_B, last_B, open_B), top_p_threshold_B
+
+def _top_k_threshold(y_BV: Array, candidates_BC: Array, top_k_B: Array) -> Array:
+    threshold_B = _nth(candidates_BC, jnp.maximum(top_k_B, 1) - 1)
+    open_B = top_k_B > candidates_BC.shape[1]
+    threshold_B = _where_any(
+        open_B,
+        lambda: _bisect_top_k(y_BV, top_k_B, candidates_BC[:, -1], open_B),
+        threshold_B,
     )
-    top_p_threshold_B = jnp.where(top_p_B < 1, top_p_threshold_B, -jnp.inf)
-    return jnp.maximum(threshold_B, top_p_threshold_B)
+    return jnp.where(top_k_B > 0, threshold_B, -jnp.inf)
+
+
+def _top_p_threshold(
+    y_BV: Array, candidates_BC: Array, top_p_B: Array, threshold_B: Array
+) -> Array:
+    """The threshold of top-p over the tokens that `threshold_B` leaves."""
+    is_left_BC = candidates_BC >= threshold_B[:, None]
+    cumulated_BC = jnp.cumsum(jnp.exp(jnp.where(is_left_BC, candidates_BC, -jnp.inf)), axis=1)
+
+    def among_candidates(all_B):
+        reached_BC = cumulated_BC >= (top_p_B * all_B)[:, None]
+        return reached_BC[:, -1], _nth(candidates_BC, first_true(reached_BC))
+
+    def among_all():
+        weights_BV = jnp.exp(y_BV)
+        # A branch, because a select fused with the exp keeps XLA:CPU from vectorising it.
+        weights_BV = lax.cond(
+            jnp.any(threshold_B > -jnp.inf),
+            lambda: jnp.where(y_BV >= threshold_B[:, None], weights_BV, 0.0),
+            lambda: weights_BV,
+        )
+        all_B = jnp.sum(weights_BV, axis=1)
+        is_reached_B, found_B = among_candidates(all_B)
+        open_B = more_B & ~is_reached_B
+        return _where_any(
+            open_B,
+            lambda: _bisect_top_p(
+                y_BV, weights_BV, all_B, top_p_B * all_B, candidates_BC[:, -1], open_B
+            ),
+            found_B,
+        )
+
+    # Where the last candidate is not left, all that are left are candidates.
+    more_B = (top_p_B < 1) & is_left_BC[:, -1]
+    found_B = _where_any(more_B, among_all, among_candidates(cumulated_BC[:, -1])[1])
+    return jnp.where(top_p_B < 1, found_B, -jnp.inf)
 
 
 def _where_any(rows_B: Array, search: Callable[[], Array], otherwise_B: Array) -> Array:
@@ -96,7 +124,8 @@ def _bisect_top_k(y_BV: Array, top_k_B: Array, above_B: Array, rows_B: Array) ->
     high_B = _bits(farthest_B)
     low_B = jnp.where(rows_B, jnp.minimum(_bits(jnp.abs(above_B)), high_B), high_B)
     all_B = jnp.full_like(above_B, y_BV.shape[1])
-    found_B = _bisect(count, top_k_B.astype(jnp.float32), low_B, high_B, all_B, jnp.ones_like)
+    one_B = jnp.ones_like(above_B)
+    found_B = _bisect(count, top_k_B.astype(jnp.float32), low_B, high_B, all_B, lambda _: one_B)
     distance_B = jnp.max(
         jnp.where(distance_BV <= _float(found_B)[:, None], distance_BV, 0.0), axis=1
     )
@@ -104,11 +133,11 @@ def _bisect_top_k(y_BV: Array, top_k_B: Array, above_B: Array, rows_B: Array) ->
 
 
 def _bisect_top_p(
-    y_BV: Array, kept_BV: Array, target_B: Array, above_B: Array, rows_B: Array
+    y_BV: Array, weights_BV: Array, all_B: Array, target_B: Array, above_B: Array, rows_B: Array
 ) -> Array:
     """The threshold on y that top-p asks for in the given rows, which is at most `above_B`.
 
-    It is found as the largest threshold on the weights `kept_BV`, where weights that are equal in
+    It is found as the largest threshold on `weights_BV`, where weights that are equal in
     float32 count as ties, and returned as the smallest y among the kept: never computed from the
     weight, so that rounding cannot drop the token it stands at.
     """
@@ -117,15 +146,14 @@ def _bisect_top_p(
         return _float(_ONE_BITS - bits_B)
 
     def mass(bits_B):
-        return jnp.sum(jnp.where(kept_BV >= weight(bits_B)[:, None], kept_BV, 0.0), axis=1)
+        return jnp.sum(jnp.where(weights_BV >= weight(bits_B)[:, None], weights_BV, 0.0), axis=1)
 
     # All tokens lighter than this together weigh less than half of what top-p leaves out.
-    all_B = jnp.sum(kept_BV, axis=1)
     high_B = _ONE_BITS - _bits((all_B - target_B) / (2 * y_BV.shape[1]))
     low_B = jnp.minimum(_ONE_BITS - _bits(jnp.exp(above_B)), high_B)
     low_B = jnp.where(rows_B, low_B, high_B)
     smallest_B = weight(_bisect(mass, target_B, low_B, high_B, all_B, weight))
-    return jnp.min(jnp.where(kept_BV >= smallest_B[:, None], y_BV, 0.0), axis=1)
+    return jnp.min(jnp.where(weights_BV >= smallest_B[:, None], y_BV, 0.0), axis=1)
 
 
 def _bisect(

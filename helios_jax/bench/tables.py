@@ -1,0 +1,82 @@
+"""How do the reports read? As tables for a terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from helios_jax.bench.cold_start import CACHES, MEMORY, STAGES
+from helios_jax.bench.comparison import HELIOS
+
+
+def describe_machine(machine: Mapping[str, Any]) -> str:
+    """One line: processor, threads, memory, system, Python, commit."""
+    family = f" (family {machine['cpu_family']})" if machine["cpu_family"] else ""
+    parts = [
+        f"{machine['cpu']}{family}",
+        " ".join(machine["vector_extensions"]),
+        f"{machine['num_threads']} threads",
+        f"{machine['memory_gib']} GiB" if machine["memory_gib"] else "",
+        machine["system"],
+        f"Python {machine['python']}",
+        f"helios-jax {machine['helios_jax'] or '?'} at commit {machine['commit'] or '?'}",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def describe_engines(report: Mapping[str, Any]) -> list[str]:
+    """One line for each engine: versions and form of the weights."""
+    return [
+        f"{name}: {_versions(engine['versions'])}; {engine['weights']}"
+        for name, engine in report["engines"].items()
+    ]
+
+
+def comparison_table(report: Mapping[str, Any]) -> Table:
+    """Rates by engine, and Helios' rate over each peer's."""
+    workload = report["workload"]
+    table = Table(
+        title=f"{workload['model']}, tokens/s: medians of {workload['repeats']} processes each, "
+        f"{workload['output_tokens']} steps after {workload['context_tokens']} tokens"
+    )
+    metrics = [*report["engines"][HELIOS]["medians"]]
+    table.add_column("engine")
+    for metric in metrics:
+        table.add_column(_title(metric, workload["prompt_tokens"]), justify="right")
+    for name, engine in report["engines"].items():
+        table.add_row(name, *(f"{engine['medians'][metric]:.4g}" for metric in metrics))
+    for name, ratios in report["ratios"].items():
+        table.add_row(f"{HELIOS} / {name}", *(f"{ratios[metric]:.2f}x" for metric in metrics))
+    return table
+
+
+def cold_start_table(report: Mapping[str, Any]) -> Table:
+    """Seconds from a process's start, by the compilation cache it found, and memory."""
+    measured = report["cold_start"]
+    table = Table(
+        title=f"{measured['model']}, seconds from a process's start: medians of "
+        f"{len(measured['runs'][CACHES[0]])} processes each"
+    )
+    table.add_column("compilation cache")
+    for title in (
+        "imported",
+        "loaded",
+        f"first token of {measured['prompt_tokens']}",
+        f"{measured['output_tokens']} tokens",
+        "peak memory",
+    ):
+        table.add_column(title, justify="right")
+    for cache in CACHES:
+        median = measured["medians"][cache]
+        seconds = (f"{median[stage]:.2f}" for stage in STAGES)
+        table.add_row(cache, *seconds, f"{median[MEMORY] / 1e9:.2f} GB")
+    return table
+
+
+def _title(metric: str, prompt_tokens: int) -> str:
+    phase, size = metric.split("_b")
+    return f"prefill {prompt_tokens}" if phase == "prefill" else f"decode, batch {size}"
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())

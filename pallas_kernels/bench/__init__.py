@@ -1,0 +1,1 @@
+"""`python -m pallas_kernels.bench`: how fast are the kernels on this device, and against what?"""

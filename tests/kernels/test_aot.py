@@ -1,0 +1,129 @@
+"""Does the compile check read compiled code right, and fail on what it must fail on?"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.aot import cases, ptx
+from pallas_kernels.aot.__main__ import judge
+from pallas_kernels.aot.cases import Compile
+from pallas_kernels.devices import DEVICES
+from pallas_kernels.predict import occupancy
+
+PTX = """
+.visible .entry toy(
+	.param .u64 .ptr .align 16 toy_param_0,
+	.param .u64 .ptr .align 16 toy_param_1
+)
+{
+	.reg .b64 	%rd<12>;
+
+	ld.param::entry.b64 	%rd1, [toy_param_0];
+	ld.param::entry.b64 	%rd2, [toy_param_1];
+	cvta.to.global.u64 	%rd3, %rd1;
+	cvta.to.global.u64 	%rd4, %rd2;
+	add.s64 	%rd9, %rd4, 128;
+$L__BB0_1:
+	add.s64 	%rd5, %rd3, %rd8;
+	// begin inline asm
+	cp.async.cg.shared.global [ %r8 + 0 ], [ %rd5 + 0 ], 0x10, %p1;
+	// end inline asm
+	ld.global.v2.b32 	{%r1, %r2}, [ %rd9 + 0 ];
+	// begin inline asm
+	{ .reg .b32 t; and.b32 t, %r1, 15; prmt.b32 %r3, t, 0x43, 0x4140; }
+	// end inline asm
+	mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+		{%r4, %r5},
+		{%r3, %r3},
+		{%r1, %r2};
+	@%p2 bra 	$L__BB0_1;
+	ret;
+}
+"""
+
+
+def test_main_loop_is_read():
+    loop = ptx._main_loop(PTX, "toy")
+    assert loop == ptx.Loop(alu=3, matrix=1, asynchronous=True, load_bytes={0: 16, 1: 8})
+
+
+def good_facts():
+    return dict(
+        config=None,
+        big_arguments=[2],
+        big_bytes=2**20,
+        kernels=[
+            dict(name="int4_matmul", registers=128, stack_bytes=0, spill_bytes=0,
+                 loop=dict(alu=9, matrix=1, asynchronous=True, load_bytes={"2": 16}))
+        ],
+        launches=[dict(name="int4_matmul", grid=9, threads=64, shared_bytes=1024)],
+        largest_copy_bytes=4,
+        collectives=[],
+    )  # fmt: skip
+
+
+CASE = Compile("int4_matmul", "l4", dict(M=1, N=64, K=128), critical=True)
+
+
+def test_good_code_passes():
+    assert judge(CASE, good_facts()) == []
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: f["kernels"][0].update(spill_bytes=8), "spills 8 bytes"),
+        (lambda f: f["launches"][0].update(shared_bytes=200_000), "the device has 101376"),
+        (lambda f: f.update(largest_copy_bytes=2**20), "is copied"),
+        (lambda f: f["kernels"][0]["loop"]["load_bytes"].update({"2": 4}), "under 8"),
+        (lambda f: f.update(kernels=[]), "no kernel of ours"),
+    ],
+)
+def test_bad_code_is_an_error(harm, message):
+    facts = good_facts()
+    harm(facts)
+    assert message in judge(CASE, facts)[0]
+
+
+def test_a_sharded_program_must_not_gather():
+    facts = good_facts() | dict(collectives=["all-gather"])
+    sharded = Compile("int4_matmul", "l4", dict(M=1, N=64, K=128), num_devices=4)
+    assert "communicates" in judge(sharded, facts)[0]
+
+
+def test_occupancy_counts_each_limit():
+    """64 threads at 128 registers: 8 blocks by registers, fewer by shared memory or grid."""
+    h200 = DEVICES["h200"]
+    roomy = dict(registers=128, shared_bytes=1000, threads=64, stage_bytes=4096, num_stages=4)
+    assert occupancy(h200, grid=10_000, **roomy).blocks == 8
+    assert occupancy(h200, grid=10_000, **(roomy | dict(shared_bytes=50_000))).blocks == 4
+    few = occupancy(h200, grid=132, **roomy)
+    assert (few.blocks, few.warps, few.bytes_in_flight) == (1, 2, 3 * 4096)
+
+
+def test_every_code_path_is_in_the_reduced_set():
+    picks = cases.reduced()
+    assert {c.device for c in picks} == {"a100", "l4", "h200"}
+    assert {c.op for c in picks if c.num_devices == 4} == {
+        "int4_matmul", "paged_attention", "append_kv",
+    }  # fmt: skip
+    formats = {c.case.get("kv_dtype") for c in picks} - {None}
+    assert formats >= {"fp8_e4m3", "fp8_e5m2", "int8", "bfloat16", "float16"}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the compiler wheels"
+)
+@pytest.mark.parametrize("device", ["a100", "l4", "h200"])
+def test_a_kernel_compiles(device):
+    request = dict(op="int4_matmul", device=device, case=dict(M=16, N=4096, K=4096))
+    run = subprocess.run(
+        [sys.executable, "-m", "pallas_kernels.aot.compile_case", json.dumps(request)],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert judge(Compile(**request, critical=True), json.loads(run.stdout)) == []

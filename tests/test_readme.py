@@ -1,0 +1,44 @@
+"""Do the README's Python examples run as they stand?"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def run(example: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", example], env=os.environ | environment,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_there_are_two():
+    assert [("helios_jax.load" in e, "make_mesh" in e) for e in EXAMPLES] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+@pytest.mark.usefixtures("smollm2_native_path")
+def test_the_friendly_example():
+    assert "Paris" in run(EXAMPLES[0])
+
+
+def test_generate_in_the_callers_jit_on_a_mesh_of_eight_equals_one_device():
+    report = "\nprint(len(tokens.sharding.device_set), jax.device_get(tokens).tolist())"
+    flags = "--xla_force_host_platform_device_count=8"
+    num_devices, _, sharded = run(EXAMPLES[1] + report, XLA_FLAGS=flags).partition(" ")
+    assert num_devices == "8"
+    one = EXAMPLES[1].replace("make_mesh((2, 4)", "make_mesh((1, 1)")
+    num_devices, _, single = run(one + report).partition(" ")
+    assert num_devices == "1"
+    assert sharded == single
