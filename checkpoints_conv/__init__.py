@@ -1,7 +1,20 @@
-"""Checkpoints: GGUF, Hugging Face and native ones are read alike; any of them becomes native."""
+"""Checkpoints of all formats are read alike, and written in most of them.
+
+Read: native, GGUF, Hugging Face (dense, AWQ, GPTQ, compressed-tensors, FP8).
+Written: native, GGUF, Hugging Face (dense, AWQ, GPTQ).
+"""
 
 from checkpoints_conv.checkpoint import Checkpoint
 from checkpoints_conv.converting import convert
+from checkpoints_conv.gqa import with_kv_heads
+from checkpoints_conv.kv_scales import KvScales
 from checkpoints_conv.reading import open_checkpoint, read_params
 
-__all__ = ["Checkpoint", "convert", "open_checkpoint", "read_params"]
+__all__ = [
+    "Checkpoint",
+    "KvScales",
+    "convert",
+    "open_checkpoint",
+    "read_params",
+    "with_kv_heads",
+]

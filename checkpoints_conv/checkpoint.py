@@ -7,6 +7,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from checkpoints_conv.errors import about
+from checkpoints_conv.kv_scales import KvScales
 from checkpoints_conv.tree import Leaf, Path, checked_leaves
 from helios_jax.config import ModelConfig
 from helios_jax.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ class Checkpoint:
       read_leaves, read_tokenizer: how the format reads them.
       describe_source: the format and files that the weights first came from, JSON-ready; sums of
         the files may be taken.
+      kv_scales: what an FP8 KV cache of this model multiplies by, or None.
     """
 
     path: FilePath
@@ -38,6 +40,7 @@ class Checkpoint:
     read_leaves: Callable[[], Iterator[tuple[Path, Leaf]]]
     read_tokenizer: Callable[[], Tokenizer]
     describe_source: Callable[[], dict[str, Any]]
+    kv_scales: KvScales | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

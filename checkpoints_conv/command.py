@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -11,8 +12,13 @@ from checkpoints_conv.converting import convert
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
-def run_convert(source: str, target: str, overwrite: bool = False, debug: bool = False) -> int:
+def run_convert(
+    source: str, target: str, overwrite: bool = False, debug: bool = False, **options: Any
+) -> int:
     """Converts with a progress bar on stderr and returns the exit status.
+
+    Args:
+      options: what else `convert` takes.
 
     Returns:
       0; 1 after an error, which is printed in one line (after its traceback where `debug`); 130
@@ -33,6 +39,7 @@ def run_convert(source: str, target: str, overwrite: bool = False, debug: bool =
                 target,
                 lambda done, total: bar.update(task, completed=done, total=total),
                 overwrite,
+                **options,
             )
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)

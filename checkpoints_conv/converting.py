@@ -1,17 +1,25 @@
-"""How a checkpoint becomes a native one, all or nothing."""
+"""How a checkpoint becomes one of another format, all or nothing."""
 
 import contextlib
 import fcntl
 import glob
+import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
+from checkpoints_conv.checkpoint import Checkpoint
 from checkpoints_conv.disk import flush, flush_folder, remove_folder, require_space
 from checkpoints_conv.native import MANIFEST, write_native
 from checkpoints_conv.reading import Progress, open_checkpoint
+from checkpoints_conv.tree import expected_leaves
+
+FORMATS = ("native", "huggingface", "awq", "gptq", "gguf")
+QUANT_TYPES = ("F16", "Q8_0", "Q4_1", "Q4_0")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def convert(
@@ -19,54 +27,153 @@ def convert(
     target: str | PathLike[str],
     progress: Progress | None = None,
     overwrite: bool = False,
+    *,
+    format: str = "native",
+    quant_type: str | None = None,
+    dtype: str | None = None,
+    num_kv_heads: int | None = None,
+    verify: bool = False,
 ) -> None:
-    """Writes the checkpoint `source`, of any readable format, as a native one to `target`.
+    """Writes the checkpoint `source`, of any readable format, to `target`.
 
     `target` appears complete or not at all: everything is written to a hidden sibling folder,
     flushed to the disk and renamed. On an error or Ctrl-C the sibling is removed; what a killed
     process left is removed by the next conversion to the same target.
 
     Args:
-      progress: is called with (done_bytes, total_bytes) after each layer.
-      overwrite: replace the native checkpoint that is at `target`. Anything else there stays and is
-        an error.
+      progress: is called with (done_bytes, total_bytes) as leaves are written.
+      overwrite: replace what this function wrote to `target` before, in the same format. Anything
+        else there stays and is an error.
+      format: one of `FORMATS`. "huggingface" is dense; "awq" and "gptq" need weights that are
+        quantised already; "gguf" is a file, the others are folders.
+      quant_type: gguf only: "F16", "Q8_0", "Q4_1" or "Q4_0"; None for each matrix as it is stored.
+      dtype: huggingface only: "bfloat16" (the default), "float16" or "float32".
+      num_kv_heads: give the model this many KV heads, see `gqa`.
+      verify: compare a sample of what was written with the source before it appears.
 
     Raises:
-      ValueError: naming what is wrong with `source`, or what is in the way at `target`.
+      ValueError: naming what is wrong with `source` or the options, or what is in the way at
+        `target`.
       OSError: the disk is full, or the target cannot be written.
     """
+    _check_options(format, quant_type, dtype)
     target = Path(os.path.abspath(Path(target).expanduser()))
-    _check_target(target, overwrite)
+    _check_target(target, overwrite, format)
     checkpoint = open_checkpoint(source)
+    if num_kv_heads is not None:
+        from checkpoints_conv.gqa import checkpoint_with_kv_heads
+
+        checkpoint = checkpoint_with_kv_heads(checkpoint, num_kv_heads)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _partial_folder(target) as partial:
-        require_space(target.parent, checkpoint.nbytes)
+    with _partial_folder(target) as folder:
+        require_space(target.parent, _space(checkpoint, format, quant_type, dtype))
         done = 0
 
         def wrote(num_bytes: int) -> None:
             nonlocal done
             done += num_bytes
             if progress is not None:
-                progress(done, checkpoint.nbytes)
+                progress(min(done, checkpoint.nbytes), checkpoint.nbytes)
 
-        write_native(partial, checkpoint, wrote)
-        flush_folder(partial)
+        written = folder / target.name if format == "gguf" else folder
+        storage = _writer(format, quant_type, dtype)(written, checkpoint, wrote)
+        if verify:
+            from checkpoints_conv.verify import verify as verify_written
+
+            verify_written(checkpoint, open_checkpoint(written), storage)
+        flush_folder(folder)
         # Another process may have put something there meanwhile.
-        _check_target(target, overwrite)
-        _move_into_place(partial, target)
+        _check_target(target, overwrite, format)
+        if format == "gguf":
+            written.replace(target)
+            flush(target.parent)
+        else:
+            _move_into_place(folder, target)
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def _check_options(format: str, quant_type: str | None, dtype: str | None) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r}: must be one of {FORMATS}")
+    for name, value, owner in (("quant_type", quant_type, "gguf"), ("dtype", dtype, "huggingface")):
+        if value is not None and format != owner:
+            raise ValueError(
+                f"{name}={value!r} with format={format!r}: only {owner!r} has that choice; leave "
+                "it away"
+            )
+    if quant_type is not None and quant_type not in QUANT_TYPES:
+        raise ValueError(f"quant_type={quant_type!r}: must be one of {QUANT_TYPES}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: must be one of {DTYPES}")
+
+
+def _writer(
+    format: str, quant_type: str | None, dtype: str | None
+) -> Callable[[Path, Checkpoint, Callable[[int], None]], dict[tuple[str, ...], str]]:
+    """What writes the format to a path and says how each leaf is stored there."""
+    if format == "huggingface":
+        from checkpoints_conv.write_huggingface import write_huggingface
+
+        return partial(write_huggingface, dtype=dtype or "bfloat16")
+    if format == "awq":
+        from checkpoints_conv.write_awq import write_awq
+
+        return write_awq
+    if format == "gptq":
+        from checkpoints_conv.write_gptq import write_gptq
+
+        return write_gptq
+    if format == "gguf":
+        from checkpoints_conv.write_gguf import write_gguf
+
+        return partial(write_gguf, quant_type=quant_type)
+
+    def write(folder: Path, checkpoint: Checkpoint, wrote: Callable[[int], None]):
+        write_native(folder, checkpoint, wrote)
+        return dict.fromkeys(expected_leaves(checkpoint.config), "exact")
+
+    return write
+
+
+def _space(checkpoint: Checkpoint, format: str, quant_type: str | None, dtype: str | None) -> int:
+    """Bytes that the weights take at the target, or a little more."""
+    bits = {"huggingface": 32 if dtype == "float32" else 16, "gguf": 16}.get(format)
+    if quant_type in ("Q8_0", "Q4_1", "Q4_0"):
+        bits = 9 if quant_type == "Q8_0" else 5
+    if bits is None or (format == "gguf" and quant_type is None):
+        return checkpoint.nbytes
+    sizes = (spec.shape for spec in expected_leaves(checkpoint.config).values())
+    return sum(math.prod(shape) for shape in sizes) * bits // 8
+
+
+def _check_target(target: Path, overwrite: bool, format: str) -> None:
     """Raises ValueError where `target` is in use and may not be replaced."""
     if not os.path.lexists(target):
         return
     if not overwrite:
         raise ValueError(f"{target}: exists already; choose another target, or pass overwrite")
-    if target.is_symlink() or not (target / MANIFEST).is_file():
-        raise ValueError(
-            f"{target}: is not a native checkpoint, and only those are overwritten; remove it "
-            "yourself or choose another target"
-        )
+    if not target.is_symlink() and _is_ours(target, format):
+        return
+    kind = {"native": "a native checkpoint", "gguf": "a GGUF file"}.get(
+        format, f"a {format} checkpoint that was written here"
+    )
+    raise ValueError(
+        f"{target}: is not {kind}, and only those are overwritten; remove it yourself or choose "
+        "another target"
+    )
+
+
+def _is_ours(target: Path, format: str) -> bool:
+    """Whether `target` is what a conversion to this format leaves."""
+    if format == "gguf":
+        if not target.is_file():
+            return False
+        with target.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    if format == "native":
+        return (target / MANIFEST).is_file()
+    from checkpoints_conv.write_folder import MANIFEST as FOLDER_MANIFEST
+
+    return (target / FOLDER_MANIFEST).is_file()
 
 
 @contextlib.contextmanager

@@ -110,6 +110,77 @@ def gguf_generation(metadata: Mapping[str, Any]) -> dict[str, float | int]:
     }
 
 
+def gguf_metadata(
+    config: ModelConfig, architecture: str, generation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The metadata that `gguf_config` and `gguf_generation` read back as these; no tokenizer.
+
+    Raises:
+      ValueError: naming the field that GGUF cannot express.
+    """
+    values: dict[str, Any] = {
+        "block_count": config.num_layers,
+        "context_length": config.max_model_len,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(config.rope.theta),
+        "vocab_size": config.vocab_size,
+        **_rope_metadata(config.rope),
+    }
+    if config.sliding_window is not None:
+        values["attention.sliding_window"] = config.sliding_window
+    if config.qk_norm is not (architecture == "qwen3"):
+        raise ValueError(
+            f"qk_norm={config.qk_norm}: GGUF's {architecture} models cannot have that; write a "
+            "native checkpoint"
+        )
+    if config.activation != "silu":
+        raise ValueError(
+            f"activation={config.activation!r}: GGUF's {architecture} models have silu; write "
+            "another format"
+        )
+    sampling = {ours: theirs for theirs, ours in _SAMPLING.items()}
+    return {f"{architecture}.{key}": value for key, value in values.items()} | {
+        f"general.sampling.{sampling[name]}": value
+        for name, value in generation.items()
+        if name in sampling
+    }
+
+
+def _rope_metadata(rope: RopeConfig) -> dict[str, Any]:
+    """RoPE scaling; llama3's is the tensor rope_freqs.weight."""
+    if rope.rope_type in ("default", "llama3"):
+        return {}
+    if rope.rope_type not in ("linear", "yarn"):
+        raise ValueError(
+            f"rope_type={rope.rope_type!r}: GGUF cannot express it; write another format"
+        )
+    values: dict[str, Any] = {
+        "rope.scaling.type": rope.rope_type,
+        "rope.scaling.factor": float(rope.factor),
+    }
+    if rope.rope_type == "linear":
+        return values
+    if rope.mscale or rope.mscale_all_dim or not rope.truncate:
+        raise ValueError(
+            "rope mscale, mscale_all_dim and truncate=False: GGUF cannot express them; write "
+            "another format"
+        )
+    values["rope.scaling.original_context_length"] = rope.original_max_position
+    values["rope.scaling.yarn_beta_fast"] = float(rope.beta_fast)
+    values["rope.scaling.yarn_beta_slow"] = float(rope.beta_slow)
+    if rope.attention_factor is not None:
+        usual = 0.1 * math.log(rope.factor) + 1
+        values["rope.scaling.attn_factor"] = rope.attention_factor / usual
+    return values
+
+
 def _token_ids(gguf: GgufFile, *kinds: str) -> tuple[int, ...]:
     """The stated special tokens of these kinds, each once."""
     tokens: dict[int, None] = {}

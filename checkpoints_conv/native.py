@@ -2,6 +2,7 @@
 
     config.json       {"format", "format_version", "model": ModelConfig.to_dict()}
     generation.json   recommended sampling values, under SamplingParams' names
+    kv_scales.json    {"k", "v"}: scales of an FP8 KV cache, [layer][KV head]; where there are any
     tokenizer/        Tokenizer.save
     manifest.json     {"format", "format_version", "source", "files", "leaves"}
     params/GROUP/     one Orbax checkpoint per group: embed, layers_0, ..., final_norm, lm_head
@@ -36,6 +37,7 @@ from checkpoints_conv.checkpoint import Checkpoint
 from checkpoints_conv.disk import require_space
 from checkpoints_conv.errors import about
 from checkpoints_conv.json_files import read_json, write_json
+from checkpoints_conv.kv_scales import load_kv_scales
 from checkpoints_conv.tree import (
     DENSE_DTYPES,
     Leaf,
@@ -46,7 +48,7 @@ from checkpoints_conv.tree import (
     leaf_nbytes,
 )
 from helios_jax.config import ModelConfig
-from helios_jax.quant import QuantTensor
+from helios_jax.quant import FLOAT8, QuantTensor
 from helios_jax.tokenizer import Tokenizer
 
 FORMAT = "helios-jax"
@@ -54,11 +56,13 @@ FORMAT_VERSION = 1
 MANIFEST, PARAMS = "manifest.json", "params"
 
 _CONFIG, _GENERATION, _TOKENIZER = "config.json", "generation.json", "tokenizer"
-_ARRAYS = ("packed", "scale", "zero", "offset")
+_KV_SCALES = "kv_scales.json"
+_ARRAYS = ("packed", "scale", "zero", "offset", "perm")
 _STATICS = ("bits", "group_size", "span", "implicit_zero")
 _SETTLE_SECONDS = 0.5
 _DTYPES = {
-    dtype.name: dtype for dtype in (*DENSE_DTYPES, *map(np.dtype, (np.uint8, np.int8, np.int16)))
+    dtype.name: dtype
+    for dtype in (*DENSE_DTYPES, FLOAT8, *map(np.dtype, (np.uint8, np.int8, np.int16, np.int32)))
 }
 
 
@@ -84,6 +88,8 @@ def write_native(
         wrote(num_bytes)
     write_json(folder / _CONFIG, _headed({"model": checkpoint.config.to_dict()}))
     write_json(folder / _GENERATION, checkpoint.generation)
+    if checkpoint.kv_scales is not None:
+        write_json(folder / _KV_SCALES, checkpoint.kv_scales.to_json())
     checkpoint.tokenizer.save(folder / _TOKENIZER)
     manifest = {
         "source": checkpoint.describe_source(),
@@ -129,6 +135,7 @@ def open_native(folder: FilePath) -> Checkpoint:
         read_leaves=lambda: _read_leaves(folder, leaves, list(expected_leaves(config))),
         read_tokenizer=lambda: Tokenizer.load(folder / _TOKENIZER),
         describe_source=lambda: manifest.get("source", {}),
+        kv_scales=load_kv_scales(folder / _KV_SCALES, config) if _KV_SCALES in files else None,
     )
 
 
@@ -238,7 +245,7 @@ def _placeholder(where: str, entry: Any) -> Leaf:
     for static, value in statics.items():
         if type(value) is not int:
             raise ValueError(f"{where}: {static}={value!r}: must be an integer")
-    if any(len(array.shape) < 2 for array in arrays.values()):
+    if any(array.ndim < 2 for name, array in arrays.items() if name != "perm"):
         raise ValueError(f"{where}: a quantised parameter needs arrays of two axes")
     return QuantTensor(**arrays, **statics)
 
@@ -268,6 +275,7 @@ def _section(folder: FilePath, manifest: dict[str, Any], name: str) -> dict[str,
 def _small_files(folder: FilePath) -> list[str]:
     """The files outside params/, by their path within the folder; the manifest excepted."""
     paths = [folder / _CONFIG, folder / _GENERATION, *sorted((folder / _TOKENIZER).glob("*"))]
+    paths += [folder / _KV_SCALES] if (folder / _KV_SCALES).exists() else []
     return [path.relative_to(folder).as_posix() for path in paths]
 
 

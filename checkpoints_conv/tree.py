@@ -155,6 +155,8 @@ def check_leaf(where: str, leaf: Leaf, spec: LeafSpec) -> None:
         return
     if spec.kind == "vector":
         raise ValueError(f"{where} is quantised: norms and biases must be dense")
+    if spec.kind == "embedding" and leaf.perm is not None:
+        raise ValueError(f"{where} has an act-order permutation: an embedding has no inputs")
     leaf.validate(where)
     shape = (*leaf.packed.shape[:-2], leaf.out_features, leaf.in_features)
     if shape != spec.shape:
@@ -163,6 +165,7 @@ def check_leaf(where: str, leaf: Leaf, spec: LeafSpec) -> None:
         ("scale", DENSE_DTYPES),
         ("offset", DENSE_DTYPES),
         ("zero", (np.dtype(np.int16),)),
+        ("perm", (np.dtype(np.int32),)),
     ):
         array = getattr(leaf, field)
         if array is not None and array.dtype not in dtypes:

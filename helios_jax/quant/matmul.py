@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from helios_jax.quant.expanded import ExpandedWeight, row_matmul
-from helios_jax.quant.tensor import QuantTensor
+from helios_jax.quant.tensor import FLOAT8, QuantTensor
 from pallas_kernels.int4_matmul import int4_matmul
+from pallas_kernels.int4_matmul.problem import GROUP_SIZES
 
 Weight = jax.Array | QuantTensor | ExpandedWeight
 
@@ -29,24 +30,39 @@ def float32_matmul(inputs: jax.Array, weight: Weight) -> jax.Array:
             return rows.reshape(*inputs.shape[:-1], -1)
         weight = weight.dense_KN
     if isinstance(weight, QuantTensor):
-        return int4_matmul(
-            inputs,
-            weight.packed,
-            weight.scale,
-            zero=weight.zero,
-            offset=weight.offset,
-            bits=weight.bits,
-            group_size=weight.group_size,
-            span=weight.span,
-            implicit_zero=weight.implicit_zero,
-            out_dtype=jnp.float32,
-        )
+        if weight.perm is not None:
+            # One gather of the inputs costs less than one of the weights.
+            inputs = jnp.take(inputs, weight.perm, axis=-1)
+            weight = weight.in_stored_order()
+        if _has_kernel(weight):
+            return int4_matmul(
+                inputs,
+                weight.packed,
+                weight.scale,
+                zero=weight.zero,
+                offset=weight.offset,
+                bits=weight.bits,
+                group_size=weight.group_size,
+                span=weight.span,
+                implicit_zero=weight.implicit_zero,
+                out_dtype=jnp.float32,
+            )
+        weight = weight.dequantize(inputs.dtype).T
     narrow = min(inputs.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     return jnp.dot(
         inputs.astype(narrow),
         weight.astype(narrow),
         preferred_element_type=jnp.float32,
         precision="highest" if narrow == jnp.float32 else None,
+    )
+
+
+def _has_kernel(weight: QuantTensor) -> bool:
+    """Whether `int4_matmul` knows the form; 3 bits, FP8 and odd groups are dequantised instead."""
+    return (
+        weight.bits in (4, 8)
+        and weight.packed.dtype != FLOAT8
+        and weight.group_size in (*GROUP_SIZES, weight.in_features)
     )
 
 

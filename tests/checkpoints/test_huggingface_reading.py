@@ -248,7 +248,11 @@ def test_rope(tmp_path, scaling, expected, max_model_len, style):
         ({"rope_scaling": {"type": "yarn"}, "rope_parameters": {}}, "equal to rope_parameters"),
         ({"hidden_act": "relu"}, "hidden_act='relu': must be one of"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor='0.5': must be 1.0"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' is not supported"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method='bitsandbytes': must be one of",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "no linear has a tensor 'qweight'"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"vocab_size": "288"}, "vocab_size='288': must be an integer"),
         ({"num_hidden_layers": True}, "num_hidden_layers='True': must be an integer"),

@@ -158,7 +158,8 @@ def test_no_pickle_and_no_stray_files(good):
     ("static", "value", "message"),
     [
         ("bits", 8, "packed has dtype uint8: 8-bit codes are stored as int8"),
-        ("bits", 3, "bits=3: must be one of (4, 8)"),
+        ("bits", 5, "bits=5: must be one of (3, 4, 8)"),
+        ("bits", 3, "packed has 32 bytes a row: 3-bit codes come in spans of 12 bytes"),
         ("group_size", 64, "scale has shape (64, 2): one per group needs (64, 1)"),
         ("group_size", 0, "group_size=0 does not divide"),
         ("group_size", "32", "group_size='32': must be an integer"),

@@ -202,12 +202,16 @@ def write_huggingface(
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
-    vocabulary = {token: token_id for token_id, token in enumerate(TOKENS)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h")]))
+def write_tokenizer(folder: Path, size: int | None = None) -> None:
+    """The tokenizer of `TOKENS`; with `size`, of so few of them and no merge."""
+    tokens = TOKENS if size is None else [*TOKENS[: size - 2], "<bos>", "<eos>"]
+    merges = [("t", "h")] if size is None else []
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(token) for token in TOKENS[256:-1]])
+    special_tokens = [token for token in tokens if token.startswith("<") and len(token) > 1]
+    backend.add_special_tokens([tokenizers.AddedToken(token) for token in special_tokens])
     (folder / "tokenizer.json").write_text(backend.to_str())
     special = {"bos_token": "<bos>", "eos_token": "<eos>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
@@ -224,7 +228,7 @@ def assert_same_leaves(found, expected) -> None:
     assert found.keys() == expected.keys()
     for path, leaf in expected.items():
         assert type(found[path]) is type(leaf), path
-        for name in ("packed", "scale", "zero", "offset"):
+        for name in ("packed", "scale", "zero", "offset", "perm"):
             if isinstance(leaf, QuantTensor):
                 assert_same_bits(getattr(found[path], name), getattr(leaf, name))
         for name in ("bits", "group_size", "span", "implicit_zero"):

@@ -67,7 +67,7 @@ def test_convert_takes_the_path_of_checkpoints_conv(helios, tmp_path, monkeypatc
     source.write_bytes(b"GGUF")
     calls = []
 
-    def convert(source, target, progress, overwrite=False):
+    def convert(source, target, progress, overwrite=False, **options):
         progress(2_000_000, 2_000_000)
         calls.append((source, target, overwrite))
 
