@@ -47,6 +47,10 @@ class Checkpoint:
             if str(self.path) in str(error):
                 raise
             raise ValueError(f"{self.path}: {error}") from error
+        except (KeyError, TypeError) as error:  # values of other types than a tokenizer's
+            raise ValueError(
+                f"{self.path}: the tokenizer's values are malformed: {error}"
+            ) from error
 
     def tensors(self) -> Iterator[tuple[Path, Leaf]]:
         """Every leaf of the parameters tree with its path: a numpy array, or a QuantTensor of them.

@@ -136,7 +136,8 @@ def _leaf(raw: np.ndarray, tensor: GgufTensor, spec: LeafSpec, num_heads: int | 
     if tensor.type in DENSE_TYPES:
         dense = raw.reshape(-1).view(DENSE_TYPES[tensor.type]).reshape(tensor.shape)
     else:
-        dense = dequantize(raw, tensor.type).reshape(tensor.shape)
+        with np.errstate(all="ignore"):  # scales that are infinite or NaN stay so
+            dense = dequantize(raw, tensor.type).reshape(tensor.shape)
     if spec.kind == "linear":
         return np.ascontiguousarray(dense.T)
     return permute_rows(dense, num_heads) if num_heads is not None else dense

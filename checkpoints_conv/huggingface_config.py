@@ -53,6 +53,7 @@ _ROPE_OTHER = (
     "finetuned",
 )
 _DEFAULT_WINDOW = 4096
+_MAX_POSITIONS = 2**31 - 1
 _QWEN3_HEAD_DIM = 128
 
 
@@ -164,11 +165,17 @@ def _sliding_window(fields: "_Fields", architecture: str, num_layers: int) -> in
 
 def _max_model_len(rope: RopeConfig, max_position: int) -> int:
     """vLLM's rule: positions times the stretch, except where config.json has stretched already."""
-    if rope.rope_type in ("linear", "dynamic"):
-        return round(max_position * rope.factor)
-    if rope.rope_type == "yarn":
-        return round(rope.original_max_position * rope.factor)
-    return max_position
+    positions = {
+        "linear": max_position * rope.factor,
+        "dynamic": max_position * rope.factor,
+        "yarn": rope.original_max_position * rope.factor,
+    }.get(rope.rope_type, max_position)
+    if positions > _MAX_POSITIONS:
+        raise ValueError(
+            f"the model has {positions:g} positions: must be at most {_MAX_POSITIONS}; correct "
+            "max_position_embeddings or the RoPE factor"
+        )
+    return round(positions)
 
 
 def _rope(fields: "_Fields", max_position: int) -> RopeConfig:

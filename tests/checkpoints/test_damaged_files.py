@@ -1,5 +1,6 @@
 """Does any damage to a file end in a ValueError or OSError, soon and in little memory?"""
 
+import json
 import shutil
 import struct
 import tracemalloc
@@ -7,7 +8,13 @@ import tracemalloc
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tiny_checkpoints import random_weights, tiny_config, write_gguf, write_huggingface
+from tiny_checkpoints import (
+    gguf_metadata,
+    random_weights,
+    tiny_config,
+    write_gguf,
+    write_huggingface,
+)
 
 from checkpoints_conv import convert, open_checkpoint
 
@@ -156,3 +163,59 @@ def test_native_parameters(native, tmp_path, monkeypatch):
         path.write_bytes(data)
     assert refused > 0
     assert read_all(folder)
+
+
+ODD_VALUES = (
+    None, True, 0, -1, 7, 10**30, 1e308, float("nan"), float("inf"), 1.5, "", "x", [], [1], ["x"],
+    [None], {}, {"a": 1},
+)  # fmt: skip
+
+
+def test_huggingface_values_of_any_type(tmp_path):
+    config = tiny_config("qwen2", num_layers=1, qkv_bias=True)
+    rope = {
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64,
+        "beta_fast": 32, "attention_factor": 1.0, "truncate": True, "rope_theta": 1e4,
+    }  # fmt: skip
+    more = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 5}
+    more |= {"layer_types": ["sliding_attention"], "rope_parameters": None}
+    generation = {"eos_token_id": [257, 258], "temperature": 0.5, "top_k": 3}
+    weights = random_weights(config)
+    folder = write_huggingface(
+        tmp_path, config, weights, changes=more | {"rope_scaling": rope}, generation=generation
+    )
+    assert read_all(folder)
+    refused = 0
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        good = json.loads((folder / name).read_text())
+        changed = [good | {key: odd} for key in good for odd in ODD_VALUES]
+        if name == "config.json":
+            changed += [
+                good | {"rope_scaling": rope | {key: odd}} for key in rope for odd in ODD_VALUES
+            ]
+        for values in changed:
+            (folder / name).write_text(json.dumps(values))
+            refused += not read_all(folder)
+        (folder / name).write_text(json.dumps(good))
+    assert refused > 300
+
+
+def test_gguf_values_of_any_type(tmp_path):
+    config = tiny_config(num_layers=1)
+    weights = random_weights(config)
+    keys = [key for key in gguf_metadata(config) if key != "general.architecture"]
+    keys += [
+        "llama.rope.scaling.type",
+        "llama.rope.scaling.factor",
+        "llama.rope.scaling.attn_factor",
+    ]
+    keys += ["llama.attention.sliding_window", "llama.attention.key_length", "general.alignment"]
+    keys += ["general.sampling.temp", "tokenizer.chat_template", "split.count"]
+    refused = 0
+    for key in keys:
+        for odd in (True, 0, 7, 2**32 - 1, 1e38, float("nan"), -1.5, "x", [1], ["x"]):
+            if key == "general.alignment" and type(odd) is not int:
+                continue  # gguf's writer takes the value for its own
+            path = write_gguf(tmp_path / "m.gguf", config, weights, metadata={key: odd})
+            refused += not read_all(path)
+    assert refused > 100
