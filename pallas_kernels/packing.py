@@ -15,6 +15,15 @@ group). Byte j of a span holds code j in its low nibble and code j + span/2 in i
 
 So a contiguous run of bytes unpacks to two contiguous runs of codes, with no interleave. With span
 32 this is also the order of GGUF's Q4_0 and Q4_1 blocks. 8-bit codes are stored as they are, int8.
+
+3-bit codes (0..7) lie in spans of 32 codes, 12 bytes: first the two low bits of each, then the high
+bits, so that no code straddles two bytes:
+
+    byte   0                              7                     8           11
+         +------+------+------+----+    +------+------+----+  +-----------------+
+         | q24  | q16  |  q8  | q0 | .. | q31  | ...  | q7 |  | q28 q24 .. q4 q0|  ...
+         +------+------+------+----+    +------+------+----+  +-----------------+
+          7..6   5..4   3..2   1..0                            7 6 .. 1 0: the high bits
 """
 
 import jax.numpy as jnp
@@ -54,3 +63,43 @@ def _check_span(num_codes: int, span: int, name: str) -> None:
         raise ValueError(f"span={span}: must be one of {SPANS}")
     if num_codes % span:
         raise ValueError(f"{name}={num_codes}: must be a multiple of span={span}; pad K first")
+
+
+def pack_int3(codes):
+    """Packs 3-bit codes: [..., N, K] integers in 0..7, K a multiple of 32 -> uint8 [..., N, K * 3/8].
+
+    Takes and returns numpy or jax arrays, as `pack_int4`.
+    """
+    _check_span(codes.shape[-1], 32, "codes.shape[-1]")
+    xp = np if isinstance(codes, np.ndarray) else jnp
+    spans = xp.reshape(codes.astype(xp.uint8), (*codes.shape[:-1], -1, 32))
+    low = _pack_planes(xp, spans & 3, 8, 2)
+    high = _pack_planes(xp, spans >> 2, 4, 1)
+    return xp.reshape(xp.concatenate([low, high], axis=-1), (*codes.shape[:-1], -1))
+
+
+def unpack_int3(packed):
+    """The inverse of `pack_int3`: uint8 [..., N, K * 3/8] -> uint8 codes [..., N, K]."""
+    if packed.shape[-1] % 12:
+        raise ValueError(f"packed.shape[-1]={packed.shape[-1]}: must be a multiple of 12 bytes")
+    xp = np if isinstance(packed, np.ndarray) else jnp
+    spans = xp.reshape(packed, (*packed.shape[:-1], -1, 12))
+    low = _unpack_planes(xp, spans[..., :8], 2)
+    high = _unpack_planes(xp, spans[..., 8:], 1)
+    return xp.reshape(low | (high << 2), (*packed.shape[:-1], -1))
+
+
+def _pack_planes(xp, values, num_bytes: int, bits: int):
+    """[..., 32] values of `bits` bits -> [..., num_bytes]: value j + num_bytes * i in byte j."""
+    planes = xp.reshape(values, (*values.shape[:-1], -1, num_bytes))
+    packed = planes[..., 0, :]
+    for i in range(1, planes.shape[-2]):
+        packed = packed | (planes[..., i, :] << (bits * i))
+    return packed
+
+
+def _unpack_planes(xp, packed, bits: int):
+    """The inverse of `_pack_planes`."""
+    mask = (1 << bits) - 1
+    planes = [(packed >> (bits * i)) & mask for i in range(8 // bits)]
+    return xp.concatenate(planes, axis=-1)

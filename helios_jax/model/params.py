@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from helios_jax.config import ModelConfig
 from helios_jax.model.transformer import Transformer
-from helios_jax.quant import QuantTensor
+from helios_jax.quant import QuantTensor, join_outputs
 
 Params = dict[str, Any]
 
@@ -29,7 +29,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Param
 def fuse_params(params: Params) -> Params:
     """Joins q, k, v into `qkv` and gate, up into `gate_up`, for `Transformer(fused=True)`.
 
-    Takes dense arrays or QuantTensors of equal form; codes are joined, not changed.
+    Takes dense arrays and QuantTensors. Codes of equal form are joined, not changed; parts that
+    differ in form (bits, groups, act-order, one of them dense) become one dense float32 array.
     """
     tree = dict(params["params"])
     for name in [name for name in tree if name.startswith("layers_")]:
@@ -59,10 +60,18 @@ def separate_head(config: ModelConfig, params: Params) -> tuple[ModelConfig, Par
 
 
 def _join(linears: list[Params]) -> Params:
-    # Output channels are the last axis of arrays and biases, the first of every QuantTensor field.
-    def join(*leaves):
-        if isinstance(leaves[0], QuantTensor):
-            return jax.tree.map(lambda *fields: jnp.concatenate(fields, axis=-2), *leaves)
-        return jnp.concatenate(leaves, axis=-1)
+    return {name: _join_leaves([linear[name] for linear in linears]) for name in linears[0]}
 
-    return jax.tree.map(join, *linears, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+
+def _join_leaves(leaves: list):
+    """Output channels side by side: the last axis of an array or bias."""
+    if all(isinstance(leaf, QuantTensor) for leaf in leaves):
+        joined = join_outputs(leaves)
+        if joined is not None:
+            return joined
+    if any(isinstance(leaf, QuantTensor) for leaf in leaves):
+        leaves = [
+            leaf.dequantize().T if isinstance(leaf, QuantTensor) else jnp.asarray(leaf, jnp.float32)
+            for leaf in leaves
+        ]
+    return jnp.concatenate(leaves, axis=-1)
