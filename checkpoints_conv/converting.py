@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 
+from checkpoints_conv.checkpoint import Checkpoint
 from checkpoints_conv.disk import flush, flush_folder, remove_folder, require_space
 from checkpoints_conv.native import MANIFEST, write_native
 from checkpoints_conv.reading import Progress, open_checkpoint
@@ -35,9 +36,19 @@ def convert(
       ValueError: naming what is wrong with `source`, or what is in the way at `target`.
       OSError: the disk is full, or the target cannot be written.
     """
-    target = Path(os.path.abspath(Path(target).expanduser()))
+    check_target(target, overwrite)
+    write_checkpoint(open_checkpoint(source), target, progress, overwrite)
+
+
+def write_checkpoint(
+    checkpoint: Checkpoint,
+    target: str | PathLike[str],
+    progress: Progress | None = None,
+    overwrite: bool = False,
+) -> None:
+    """`convert` for a checkpoint that is open already, or was made: see there."""
+    target = _absolute(target)
     _check_target(target, overwrite)
-    checkpoint = open_checkpoint(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _partial_folder(target) as partial:
         require_space(target.parent, checkpoint.nbytes)
@@ -54,6 +65,15 @@ def convert(
         # The other processes' view may have changed while this one was writing.
         _check_target(target, overwrite)
         _move_into_place(partial, target)
+
+
+def check_target(target: str | PathLike[str], overwrite: bool = False) -> None:
+    """Raises ValueError where a checkpoint could not be written to `target`; ask first."""
+    _check_target(_absolute(target), overwrite)
+
+
+def _absolute(path: str | PathLike[str]) -> Path:
+    return Path(os.path.abspath(Path(path).expanduser()))
 
 
 def _check_target(target: Path, overwrite: bool) -> None:

@@ -129,13 +129,13 @@ def assemble(
     codes_NK: jax.Array, scale_NG: jax.Array, zero_NG: jax.Array, scheme: Scheme
 ) -> QuantTensor:
     """The stored form of codes (any dtype that holds them), scales and zeros."""
-    codes = codes_NK.astype(jnp.int8 if scheme.bits == 8 else jnp.uint8)
-    if scheme.bits == 3:
-        codes = packing.pack_int3(codes)
-    elif scheme.bits == 4:
-        codes = packing.pack_int4(codes)
+    if scheme.bits == 8:
+        packed = codes_NK.astype(jnp.int8)
+    else:
+        pack = packing.pack_int3 if scheme.bits == 3 else packing.pack_int4
+        packed = jnp.asarray(pack(codes_NK.astype(jnp.uint8)))
     return QuantTensor(
-        packed=codes,
+        packed=packed,
         scale=scale_NG.astype(_SCALE_DTYPE),
         zero=zero_NG.astype(jnp.int16) if scheme.grid == "asymmetric" else None,
         bits=scheme.bits,
