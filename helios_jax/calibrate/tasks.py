@@ -17,16 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from helios_jax.calibrate.data import parse_object
+from helios_jax.calibrate.likelihood import likelihoods, split_tokens
 from helios_jax.config import require
 from helios_jax.llm import LLM
 from helios_jax.sampling import SamplingParams
-
-_BATCH_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -105,11 +102,13 @@ def _item(where: str, fields: dict[str, Any], llm: LLM) -> Item:
 
 
 def _multiple_choice(items: Sequence[Item], llm: LLM) -> dict[str, float]:
-    pairs = [_split(item.prompt, choice, llm) for item in items for choice in item.choices]
-    sums = iter(_log_likelihoods(pairs, llm))
+    sequences = [
+        split_tokens(item.prompt, choice, llm) for item in items for choice in item.choices
+    ]
+    found = iter(likelihoods(sequences, llm))
     right, right_per_byte = [], []
     for item in items:
-        totals = np.array([next(sums) for _ in item.choices])
+        totals = np.array([next(found).log_probability for _ in item.choices])
         num_bytes = np.array([len(choice.encode()) for choice in item.choices])
         answer = int(item.answers[0])
         right.append(int(np.argmax(totals)) == answer)
@@ -118,61 +117,3 @@ def _multiple_choice(items: Sequence[Item], llm: LLM) -> dict[str, float]:
         "accuracy": float(np.mean(right)),
         "accuracy_per_byte": float(np.mean(right_per_byte)),
     }
-
-
-def _split(prompt: str, choice: str, llm: LLM) -> tuple[list[int], int]:
-    """Tokens of prompt and choice together, and where the choice's begin.
-
-    White space at the prompt's end belongs to the choice: tokens carry it in front.
-    """
-    stripped = prompt.rstrip()
-    together = llm.tokenizer.encode(prompt + choice)
-    start = len(llm.tokenizer.encode(stripped)) if stripped else 0
-    # A tokenizer may join the prompt's last letters with the choice's first.
-    start = min(max(start, 1), len(together) - 1)
-    require(
-        2 <= len(together) <= llm.max_model_len,
-        f"prompt and choice {prompt[-20:] + choice!r} have {len(together)} tokens: must be in "
-        f"2..{llm.max_model_len} (max_model_len)",
-    )
-    return together, start
-
-
-def _log_likelihoods(pairs: Sequence[tuple[list[int], int]], llm: LLM) -> list[float]:
-    """Sum of log p(token) over the tokens from `start` on, for each (tokens, start)."""
-    results = np.zeros(len(pairs))
-    order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]))
-    for first in range(0, len(order), _BATCH_ROWS):
-        rows = order[first : first + _BATCH_ROWS]
-        longest = max(len(pairs[i][0]) for i in rows)
-        # Powers of two, so that few shapes are compiled.
-        width = max(16, 1 << (longest - 1).bit_length())
-        tokens_BT = np.zeros((_BATCH_ROWS, width), np.int32)
-        positions_BT = np.full((_BATCH_ROWS, width), -1, np.int32)
-        counted_BT = np.zeros((_BATCH_ROWS, width), bool)
-        for row, i in enumerate(rows):
-            tokens, start = pairs[i]
-            tokens_BT[row, : len(tokens)] = tokens
-            positions_BT[row, : len(tokens)] = np.arange(len(tokens))
-            counted_BT[row, start - 1 : len(tokens) - 1] = True
-        sums_B = _sums(llm.model, llm.params, tokens_BT, positions_BT, counted_BT)
-        results[rows] = np.asarray(sums_B)[: len(rows)]
-    return results.tolist()
-
-
-def _sums_of(model, params, tokens_BT, positions_BT, counted_BT):
-    hidden_BTD, _ = model.apply(params, tokens_BT, positions_BT, method="hidden")
-    targets_BT = jnp.roll(tokens_BT, -1, axis=1)
-
-    def row(item):
-        hidden_TD, targets_T, counted_T = item
-        logits_TV = model.apply(params, hidden_TD, method="logits")
-        logp_T = jnp.take_along_axis(jax.nn.log_softmax(logits_TV), targets_T[:, None], axis=-1)[
-            :, 0
-        ]
-        return jnp.sum(jnp.where(counted_T, logp_T, 0))
-
-    return jax.lax.map(row, (hidden_BTD, targets_BT, counted_BT))
-
-
-_sums = jax.jit(_sums_of, static_argnums=0)
