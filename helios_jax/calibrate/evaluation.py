@@ -73,12 +73,15 @@ def evaluate(
         is_reference = against is not None and index == 0
         scores = {}
         for domain, text in windows.items():
+
+            def note(done: int, total: int, what: str = f"{name}, {domain}") -> None:
+                progress(what, done, total)
+
             if is_reference:
-                references[domain] = Reference(llm.model, llm.params, text)
-            scores[domain] = score(
-                llm.model, llm.params, text, None if is_reference else references.get(domain),
-                lambda done, total, what=f"{name}, {domain}": progress(what, done, total),
-            )  # fmt: skip
+                references[domain] = Reference(llm.model, llm.params, text, note)
+                scores[domain] = references[domain].scores
+            else:
+                scores[domain] = score(llm.model, llm.params, text, references.get(domain), note)
         rows.append(
             {
                 "model": name,

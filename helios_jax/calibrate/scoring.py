@@ -93,15 +93,26 @@ def cut_windows(tokens: Sequence[int], context: int, stride: int) -> Windows:
     return Windows(tokens_BT, positions_BT.astype(np.int32), targets_BT, scored_BT)
 
 
-class Reference:
-    """A model whose last hidden states on given windows others are compared with."""
+Progress = Callable[[int, int], None]
 
-    def __init__(self, model: Transformer, params: Any, windows: Windows):
-        self.model = model
-        self.head = _head_params(params)
-        self.hidden = [
-            np.asarray(hidden_BTD) for hidden_BTD in _hidden_states(model, params, windows)
-        ]
+
+def _no_progress(done: int, total: int) -> None:
+    pass
+
+
+class Reference:
+    """A model whose last hidden states on given windows others are compared with.
+
+    Attributes:
+      scores: its own.
+    """
+
+    def __init__(
+        self, model: Transformer, params: Any, windows: Windows, progress: Progress = _no_progress
+    ):
+        self.model, self.head = model, _head_params(params)
+        self.hidden: list[np.ndarray] = []
+        self.scores = score(model, params, windows, None, progress, keep=self.hidden.append)
 
 
 def score(
@@ -109,37 +120,37 @@ def score(
     params: Any,
     windows: Windows,
     reference: Reference | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = _no_progress,
+    keep: Callable[[np.ndarray], None] = lambda hidden_BTD: None,
 ) -> Scores:
     """The model's scores on the windows of one text.
 
     Args:
       reference: made of the same windows.
       progress: called with (windows done, windows in all).
+      keep: is given the last hidden states of each batch of windows.
     """
     sums = np.zeros(4, np.float64)
-    batches = list(_batches(windows))
     head = _head_params(params)
-    hidden_states = _hidden_states(model, params, windows)
-    for index, (batch, hidden_BTD) in enumerate(zip(batches, hidden_states, strict=True)):
-        if reference is None:
-            totals = _totals(model, head, hidden_BTD, batch.targets_BT, batch.scored_BT)
-        else:
-            totals = _totals(
-                model, head, hidden_BTD, batch.targets_BT, batch.scored_BT,
-                reference.model, reference.head, reference.hidden[index],
-            )  # fmt: skip
-        sums += np.asarray(totals, np.float64)
-        progress(
-            min((index + 1) * len(batch.tokens_BT), len(windows.tokens_BT)), len(windows.tokens_BT)
+    total, done = len(windows.tokens_BT), 0
+    for index, batch in enumerate(_batches(windows)):
+        hidden_BTD = _hidden(model, params, batch.tokens_BT, batch.positions_BT)
+        compared = ()
+        if reference is not None:
+            compared = reference.model, reference.head, reference.hidden[index]
+        sums += np.asarray(
+            _totals(model, head, hidden_BTD, batch.targets_BT, batch.scored_BT, *compared),
+            np.float64,
         )
+        keep(np.asarray(hidden_BTD))
+        done = min(done + len(batch.tokens_BT), total)
+        progress(done, total)
     count, nll, kl, agreements = sums
-    compared = reference is not None
     return Scores(
         num_tokens=int(count),
         perplexity=math.exp(nll / count) if math.isfinite(nll) else math.inf,
-        kl=kl / count if compared else None,
-        top1_agreement=agreements / count if compared else None,
+        kl=kl / count if reference is not None else None,
+        top1_agreement=agreements / count if reference is not None else None,
     )
 
 
@@ -171,11 +182,6 @@ def _batches(windows: Windows):
         ]  # fmt: skip
         missing = size - len(pieces[0])
         yield Windows(*(np.pad(piece, ((0, missing), (0, 0))) for piece in pieces))
-
-
-def _hidden_states(model: Transformer, params: Any, windows: Windows):
-    for batch in _batches(windows):
-        yield _hidden(model, params, batch.tokens_BT, batch.positions_BT)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -213,7 +213,7 @@ def _check(checkpoint: Any, out: Path, drawn: "Calibration", max_tokens: int) ->
 
     source = form(checkpoint)
     reference = Reference(source.model, source.params, windows)
-    before = score(source.model, source.params, windows)
+    before = reference.scores
     del source
     result = form(open_checkpoint(out))
     after = score(result.model, result.params, windows, reference)
