@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_model import ModelPool, assert_equal, queue_of
 
 from helios_jax.cache import blocks, prefix
+from tests.cache.pool_model import ModelPool, assert_equal, queue_of
 
 WIDTH = 8
 allocate = jax.jit(blocks.allocate, static_argnums=2)

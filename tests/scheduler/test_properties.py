@@ -8,9 +8,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from world import CONFIG, R, init_world, step, with_limits
 
 from helios_jax.scheduler.urgency import POLICIES
+from tests.scheduler.world import CONFIG, R, init_world, step, with_limits
 
 LANES = 48
 # What a row alone takes at most, in calls: its tokens through chunks of what the other running rows
