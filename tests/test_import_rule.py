@@ -16,7 +16,8 @@ PACKAGES = ("pallas_kernels", "helios_jax", "checkpoints_conv")
 ORDER = (
     ("config",),
     ("sampling", "tokenizer", "quant", "hub"),
-    ("cache", "scheduler", "profiler"),
+    ("cache",),
+    ("scheduler", "profiler"),
     ("model",),
     ("speculative",),
     ("generation", "engine"),

@@ -80,7 +80,7 @@ def test_quantised_heads_are_repeated_as_they_are(tmp_path, kind):
     assert isinstance(new, QuantTensor) and new.bits == old.bits
     expected = np.asarray(old.dequantize()).reshape(2, 1, 16, 64).repeat(2, axis=1).reshape(64, 64)
     np.testing.assert_array_equal(new.dequantize(), expected)
-    np.testing.assert_allclose(logits(repeated, changed), logits(params, config), atol=1e-4)
+    np.testing.assert_allclose(logits(repeated, changed), logits(params, config), atol=1e-3)
     pooled, _ = with_kv_heads(params, config, 1)
     kernel = pooled["params"]["layers_0"]["attention"]["v"]["kernel"]
     mean = np.asarray(old.dequantize()).reshape(2, 16, 64).mean(axis=0)
