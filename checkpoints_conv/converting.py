@@ -57,13 +57,39 @@ def convert(
       OSError: the disk is full, or the target cannot be written.
     """
     _check_options(format, quant_type, dtype)
-    target = Path(os.path.abspath(Path(target).expanduser()))
-    _check_target(target, overwrite, format)
+    check_target(target, overwrite, format=format)
     checkpoint = open_checkpoint(source)
     if num_kv_heads is not None:
         from checkpoints_conv.gqa import checkpoint_with_kv_heads
 
         checkpoint = checkpoint_with_kv_heads(checkpoint, num_kv_heads)
+    write_checkpoint(
+        checkpoint,
+        target,
+        progress,
+        overwrite,
+        format=format,
+        quant_type=quant_type,
+        dtype=dtype,
+        verify=verify,
+    )
+
+
+def write_checkpoint(
+    checkpoint: Checkpoint,
+    target: str | PathLike[str],
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    *,
+    format: str = "native",
+    quant_type: str | None = None,
+    dtype: str | None = None,
+    verify: bool = False,
+) -> None:
+    """`convert` for a checkpoint that is open already, or was made: see there."""
+    _check_options(format, quant_type, dtype)
+    target = _absolute(target)
+    _check_target(target, overwrite, format)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _partial_folder(target) as folder:
         require_space(target.parent, _space(checkpoint, format, quant_type, dtype))
@@ -89,6 +115,17 @@ def convert(
             flush(target.parent)
         else:
             _move_into_place(folder, target)
+
+
+def check_target(
+    target: str | PathLike[str], overwrite: bool = False, *, format: str = "native"
+) -> None:
+    """Raises ValueError where a checkpoint could not be written to `target`; ask first."""
+    _check_target(_absolute(target), overwrite, format)
+
+
+def _absolute(path: str | PathLike[str]) -> Path:
+    return Path(os.path.abspath(Path(path).expanduser()))
 
 
 def _check_options(format: str, quant_type: str | None, dtype: str | None) -> None:

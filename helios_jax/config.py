@@ -25,7 +25,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
 
 
 def _require_positive(config: Any, *names: str) -> None:
@@ -202,7 +202,7 @@ class ModelConfig:
         for name, token in named.items():
             require(
                 _is_integer(token) and 0 <= token < self.vocab_size,
-                f"{name}={token!r}: must be an integer in 0..{self.vocab_size - 1} (vocab_size)",
+                f"{name}={token!r}: must be in 0..{self.vocab_size - 1} (vocab_size), an integer",
             )
 
     def to_dict(self) -> dict[str, Any]:

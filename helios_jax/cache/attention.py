@@ -1,5 +1,7 @@
 """How do queries attend to contiguous keys and values? (plain XLA, any platform)"""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -37,11 +39,14 @@ def attention(
     Returns:
       [B, T, N, H] in the dtype of the query.
     """
-    num_queries = query_BTNH.shape[1]
+    batch, num_queries = query_BTNH.shape[:2]
+    attend = partial(
+        _attend,
+        sliding_window=sliding_window,
+        as_sums=_ROW_AS_SUMS and batch * num_queries == 1,
+    )
     if num_queries <= QUERY_CHUNK:
-        return _attend(
-            query_BTNH, key_BKSH, value_BKSH, query_positions_BT, key_positions_BS, sliding_window
-        )
+        return attend(query_BTNH, key_BKSH, value_BKSH, query_positions_BT, key_positions_BS)
     padding = -num_queries % QUERY_CHUNK
     query_BTNH = jnp.pad(query_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0)))
     query_positions_BT = jnp.pad(query_positions_BT, ((0, 0), (0, padding)), constant_values=-1)
@@ -51,20 +56,28 @@ def attention(
         return array.reshape(array.shape[0], -1, QUERY_CHUNK, *array.shape[2:]).swapaxes(0, 1)
 
     outputs = lax.map(
-        lambda chunk: _attend(
-            chunk[0], key_BKSH, value_BKSH, chunk[1], key_positions_BS, sliding_window
-        ),
+        lambda chunk: attend(chunk[0], key_BKSH, value_BKSH, chunk[1], key_positions_BS),
         (chunks(query_BTNH), chunks(query_positions_BT)),
     )
     outputs = outputs.swapaxes(0, 1).reshape(query_BTNH.shape)
     return outputs[:, :num_queries]
 
 
-def _attend(query_BTNH, key_BKSH, value_BKSH, query_positions_BT, key_positions_BS, sliding_window):
+# Traced once per shape, not for each layer (0.2 s of a start).
+@partial(jax.jit, static_argnames=("sliding_window", "as_sums"), inline=True)
+def _attend(
+    query_BTNH,
+    key_BKSH,
+    value_BKSH,
+    query_positions_BT,
+    key_positions_BS,
+    *,
+    sliding_window,
+    as_sums,
+):
     B, T, N, H = query_BTNH.shape
     K = key_BKSH.shape[1]
     group = N // K
-    as_sums = _ROW_AS_SUMS and B * T == 1
     operand = jnp.float32 if as_sums else key_BKSH.dtype
 
     def product(equation, left, right):

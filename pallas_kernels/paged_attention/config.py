@@ -71,6 +71,12 @@ def rule(problem: Problem, device: Device | None) -> Config:
     wanted = max(1, per_sm * device.num_sms // programs)
     most_splits = max(1, problem.max_context // MIN_KEYS_PER_SPLIT)
     num_splits = 1 << (min(wanted, most_splits, MAX_SPLITS).bit_length() - 1)
+    resident = per_sm * device.num_sms
+    if programs > resident:
+        num_splits = min(
+            (s for s in (1, 2, 4, 8) if s == 1 or problem.max_context >= 1024 * s),
+            key=lambda s: _last_wave_loss(programs * s / resident) + 0.02 * s,
+        )
     # Joining writes and reads float32 parts of every token: not worth it for prefill.
     if problem.max_query_len > 16:
         num_splits = 1
@@ -82,6 +88,11 @@ def rule(problem: Problem, device: Device | None) -> Config:
         num_warps=max(1, min(4, rows // 16)),
         num_stages=3,
     )
+
+
+def _last_wave_loss(waves: float) -> float:
+    """How much longer whole waves take than `waves` of them."""
+    return math.ceil(waves) / waves - 1
 
 
 def _bucket(value: int) -> int:

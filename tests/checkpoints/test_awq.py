@@ -4,12 +4,19 @@ import json
 
 import numpy as np
 import pytest
-from tiny_checkpoints import assert_same_bits, tiny_config
-from tiny_quantised import AWQ, GROUP, Q_PROJ, awq_tensors, random_linear, write_quantised
 
 from checkpoints_conv import open_checkpoint
 from checkpoints_conv.awq import unpack_awq
 from checkpoints_conv.write_awq import pack_awq
+from tests.checkpoints.tiny_checkpoints import assert_same_bits, tiny_config
+from tests.checkpoints.tiny_quantised import (
+    AWQ,
+    GROUP,
+    Q_PROJ,
+    awq_tensors,
+    random_linear,
+    write_quantised,
+)
 
 SHAPE = (64, 64)
 

@@ -5,10 +5,10 @@
 
 import numpy as np
 import pytest
-from tiny_checkpoints import assert_same_bits
-from tiny_quantised import GROUP, Q_PROJ, random_linear, words, write_quantised
 
 from checkpoints_conv import open_checkpoint
+from tests.checkpoints.tiny_checkpoints import assert_same_bits
+from tests.checkpoints.tiny_quantised import GROUP, Q_PROJ, random_linear, words, write_quantised
 
 SHAPE = (64, 64)
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_checkpoints import random_weights, tiny_config, write_gguf
 
 from checkpoints_conv import convert, converting, disk, native, open_checkpoint
 from checkpoints_conv.command import run_convert
+from tests.checkpoints.tiny_checkpoints import random_weights, tiny_config, write_gguf
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,15 +8,15 @@ import tracemalloc
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tiny_checkpoints import (
+
+from checkpoints_conv import convert, open_checkpoint
+from tests.checkpoints.tiny_checkpoints import (
     gguf_metadata,
     random_weights,
     tiny_config,
     write_gguf,
     write_huggingface,
 )
-
-from checkpoints_conv import convert, open_checkpoint
 
 MAX_BYTES = 20 << 20  # the tiny models have 0.3 MB
 

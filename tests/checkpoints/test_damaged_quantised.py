@@ -5,10 +5,10 @@ import struct
 
 import numpy as np
 import pytest
-from test_damaged_files import read_all, try_mutations
-from tiny_quantised import copy_fixture
 
 from checkpoints_conv import open_checkpoint
+from tests.checkpoints.test_damaged_files import read_all, try_mutations
+from tests.checkpoints.tiny_quantised import copy_fixture
 
 NAMES = [
     "autoawq",

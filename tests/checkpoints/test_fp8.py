@@ -3,11 +3,16 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from tiny_checkpoints import assert_same_bits, random_weights, tiny_config, write_huggingface
-from tiny_quantised import Q_PROJ, write_quantised
 
 from checkpoints_conv import convert, open_checkpoint
 from helios_jax.quant import FLOAT8
+from tests.checkpoints.tiny_checkpoints import (
+    assert_same_bits,
+    random_weights,
+    tiny_config,
+    write_huggingface,
+)
+from tests.checkpoints.tiny_quantised import Q_PROJ, write_quantised
 
 SHAPE = (64, 64)
 FP8 = {"quant_method": "fp8", "activation_scheme": "static"}

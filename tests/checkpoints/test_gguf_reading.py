@@ -9,7 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tiny_checkpoints import (
+
+from checkpoints_conv import open_checkpoint, read_params
+from checkpoints_conv.gguf_config import llama3_frequency_factors
+from checkpoints_conv.gguf_leaves import permute_rows, quant_tensor, tensor_name
+from checkpoints_conv.gguf_reader import read_gguf
+from checkpoints_conv.tree import leaf_nbytes
+from helios_jax.config import RopeConfig
+from helios_jax.model.rope import inverse_frequencies
+from helios_jax.quant import QuantTensor
+from tests.checkpoints.tiny_checkpoints import (
     BOS,
     EOS,
     TOKENS,
@@ -21,15 +30,6 @@ from tiny_checkpoints import (
     tiny_config,
     write_gguf,
 )
-
-from checkpoints_conv import open_checkpoint, read_params
-from checkpoints_conv.gguf_config import llama3_frequency_factors
-from checkpoints_conv.gguf_leaves import permute_rows, quant_tensor, tensor_name
-from checkpoints_conv.gguf_reader import read_gguf
-from checkpoints_conv.tree import leaf_nbytes
-from helios_jax.config import RopeConfig
-from helios_jax.model.rope import inverse_frequencies
-from helios_jax.quant import QuantTensor
 
 WRITABLE = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1)
 K_QUANTS = (Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K)

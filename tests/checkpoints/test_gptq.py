@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
-from tiny_checkpoints import assert_same_bits
-from tiny_quantised import (
+
+from checkpoints_conv import open_checkpoint
+from checkpoints_conv.quant_format import pack_words, unpack_words
+from tests.checkpoints.tiny_checkpoints import assert_same_bits
+from tests.checkpoints.tiny_quantised import (
     GPTQ,
     GROUP,
     Q_PROJ,
@@ -12,9 +15,6 @@ from tiny_quantised import (
     words,
     write_quantised,
 )
-
-from checkpoints_conv import open_checkpoint
-from checkpoints_conv.quant_format import pack_words, unpack_words
 
 SHAPE = (64, 64)
 V2 = GPTQ | {"checkpoint_format": "gptq_v2"}

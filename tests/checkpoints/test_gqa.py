@@ -7,13 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tiny_checkpoints import random_weights, tiny_config, write_gguf, write_huggingface
-from tiny_quantised import copy_fixture
 
 from checkpoints_conv import convert, open_checkpoint, read_params, with_kv_heads
 from checkpoints_conv.gqa import checkpoint_with_kv_heads
 from helios_jax.model import Transformer
 from helios_jax.quant import QuantTensor
+from tests.checkpoints.tiny_checkpoints import (
+    random_weights,
+    tiny_config,
+    write_gguf,
+    write_huggingface,
+)
+from tests.checkpoints.tiny_quantised import copy_fixture
 
 TOKENS = jnp.asarray([[3, 14, 15, 9, 2, 6]])
 

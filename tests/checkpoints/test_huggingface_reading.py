@@ -6,7 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from tiny_checkpoints import (
+
+from checkpoints_conv import open_checkpoint, read_params
+from helios_jax.config import RopeConfig
+from tests.checkpoints.tiny_checkpoints import (
     BOS,
     EOS,
     expected_dense,
@@ -15,9 +18,6 @@ from tiny_checkpoints import (
     write_gguf,
     write_huggingface,
 )
-
-from checkpoints_conv import open_checkpoint, read_params
-from helios_jax.config import RopeConfig
 
 
 def config_of(folder, changes, generation=None, architecture="llama", **fields):

@@ -9,13 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tiny_checkpoints import (
-    assert_same_leaves,
-    random_weights,
-    tiny_config,
-    write_gguf,
-    write_huggingface,
-)
 
 from checkpoints_conv import convert, open_checkpoint
 from checkpoints_conv.native import (
@@ -27,6 +20,13 @@ from checkpoints_conv.native import (
 )
 from helios_jax.config import RopeConfig
 from helios_jax.quant import QuantTensor
+from tests.checkpoints.tiny_checkpoints import (
+    assert_same_leaves,
+    random_weights,
+    tiny_config,
+    write_gguf,
+    write_huggingface,
+)
 
 Q = "layers_1/attention/q/kernel"
 

@@ -4,11 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tiny_checkpoints import random_weights, tiny_config, write_gguf, write_huggingface
 
 from checkpoints_conv import open_checkpoint, read_params
 from checkpoints_conv.tree import LeafSpec, check_leaf
 from helios_jax.quant import QuantTensor
+from tests.checkpoints.tiny_checkpoints import (
+    random_weights,
+    tiny_config,
+    write_gguf,
+    write_huggingface,
+)
 
 
 @pytest.fixture

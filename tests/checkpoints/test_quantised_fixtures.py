@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from tiny_checkpoints import assert_same_leaves
-from tiny_quantised import FIXTURES, copy_fixture
 
 from checkpoints_conv import convert, open_checkpoint, read_params
 from checkpoints_conv.tree import leaf_nbytes
 from helios_jax.model import Transformer
 from helios_jax.model.forms import serving_form
 from helios_jax.quant import FLOAT8, QuantTensor
+from tests.checkpoints.tiny_checkpoints import assert_same_leaves
+from tests.checkpoints.tiny_quantised import FIXTURES, copy_fixture
 
 K_PROJ = ("layers_0", "attention", "k", "kernel")
 DOWN = ("layers_1", "ffn", "down", "kernel")

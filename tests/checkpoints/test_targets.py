@@ -5,10 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_checkpoints import random_weights, tiny_config, write_gguf, write_huggingface
-from tiny_quantised import copy_fixture
 
 from checkpoints_conv import convert, converting, open_checkpoint
+from tests.checkpoints.tiny_checkpoints import (
+    random_weights,
+    tiny_config,
+    write_gguf,
+    write_huggingface,
+)
+from tests.checkpoints.tiny_quantised import copy_fixture
 
 FORMATS = {"native": "native", "huggingface": "huggingface", "gguf": "gguf"}
 ROOT = Path(__file__).parents[2]

@@ -6,10 +6,10 @@ import pickle
 
 import numpy as np
 import pytest
-from tiny_checkpoints import random_weights, tiny_config, write_huggingface
 
 from checkpoints_conv import open_checkpoint
 from checkpoints_conv.huggingface import tensor_name
+from tests.checkpoints.tiny_checkpoints import random_weights, tiny_config, write_huggingface
 
 
 @pytest.fixture

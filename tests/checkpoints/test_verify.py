@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tiny_checkpoints import random_weights, tiny_config, write_huggingface
 
 from checkpoints_conv import convert, open_checkpoint
 from checkpoints_conv.tree import expected_leaves
 from checkpoints_conv.verify import tolerance, verify
 from checkpoints_conv.write_gguf import encode
+from tests.checkpoints.tiny_checkpoints import random_weights, tiny_config, write_huggingface
 
 DOWN = ("layers_1", "ffn", "down", "kernel")
 

@@ -5,19 +5,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tiny_checkpoints import (
+
+from checkpoints_conv import convert, open_checkpoint
+from checkpoints_conv.gguf_reader import read_gguf
+from helios_jax.config import RopeConfig
+from helios_jax.quant import QuantTensor
+from tests.checkpoints.tiny_checkpoints import (
     assert_same_leaves,
     random_weights,
     tiny_config,
     write_gguf,
     write_huggingface,
 )
-from tiny_quantised import copy_fixture
-
-from checkpoints_conv import convert, open_checkpoint
-from checkpoints_conv.gguf_reader import read_gguf
-from helios_jax.config import RopeConfig
-from helios_jax.quant import QuantTensor
+from tests.checkpoints.tiny_quantised import copy_fixture
 
 K_PROJ = ("layers_0", "attention", "k", "kernel")
 

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from safetensors import safe_open
-from tiny_checkpoints import (
+
+from checkpoints_conv import convert, open_checkpoint, safetensors_writer
+from helios_jax.config import RopeConfig
+from helios_jax.quant import QuantTensor
+from tests.checkpoints.tiny_checkpoints import (
     expected_dense,
     random_weights,
     tiny_config,
     write_gguf,
     write_huggingface,
 )
-
-from checkpoints_conv import convert, open_checkpoint, safetensors_writer
-from helios_jax.config import RopeConfig
-from helios_jax.quant import QuantTensor
 
 CONFIGS = {
     "llama": {},

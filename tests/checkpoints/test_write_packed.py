@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from gguf import GGMLQuantizationType as Type
-from tiny_checkpoints import (
+
+from checkpoints_conv import convert, open_checkpoint
+from tests.checkpoints.tiny_checkpoints import (
     assert_same_bits,
     assert_same_leaves,
     random_weights,
@@ -14,9 +16,7 @@ from tiny_checkpoints import (
     write_gguf,
     write_huggingface,
 )
-from tiny_quantised import AWQ, GROUP, copy_fixture, stored_tensors
-
-from checkpoints_conv import convert, open_checkpoint
+from tests.checkpoints.tiny_quantised import AWQ, GROUP, copy_fixture, stored_tensors
 
 KEPT = ("qweight", "qzeros", "scales", "g_idx")
 

@@ -7,9 +7,14 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
-from tiny_checkpoints import huggingface_json, random_weights, tiny_config, write_tokenizer
 
 from checkpoints_conv.huggingface import tensor_name
+from tests.checkpoints.tiny_checkpoints import (
+    huggingface_json,
+    random_weights,
+    tiny_config,
+    write_tokenizer,
+)
 
 FIXTURES = Path(__file__).parent.parent / "data" / "quantised"
 GROUP = 32

@@ -6,10 +6,10 @@ The interpreter runs the twins and a GPU the assembly, so without a GPU this is 
 import ml_dtypes
 import numpy as np
 import pytest
-from kernels.ptx_emulator import pack, run, unpack
 
 from pallas_kernels.int4_matmul import triton as matmul
 from pallas_kernels.paged_attention import triton as attention
+from tests.kernels.ptx_emulator import pack, run, unpack
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 

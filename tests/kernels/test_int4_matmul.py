@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.tolerances import assert_within, matmul_bound
 
 from pallas_kernels import packing
 from pallas_kernels.int4_matmul import config as configs
 from pallas_kernels.int4_matmul import int4_matmul, shapes, triton
 from pallas_kernels.int4_matmul.problem import describe
 from pallas_kernels.int4_matmul.shapes import Case, arguments
+from tests.kernels.tolerances import assert_within, matmul_bound
 
 BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 

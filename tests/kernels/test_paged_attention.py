@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.tolerances import OUTPUT, assert_within
 
 from pallas_kernels.kv_format import FORMATS, format_of
 from pallas_kernels.paged_attention import paged_attention, shapes, triton
 from pallas_kernels.paged_attention.shapes import Case, arguments
+from tests.kernels.tolerances import OUTPUT, assert_within
 
 BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 

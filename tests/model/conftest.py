@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reference_models
 from safetensors.numpy import save_file
 
 from checkpoints_conv import open_checkpoint, read_params
+from tests.model import reference_models
 
 REFERENCES = Path(__file__).parents[1] / "data" / "model" / "references.npz"
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from quantised import quantise_linears
 
 from helios_jax import (
     ModelConfig,
@@ -20,6 +19,7 @@ from helios_jax import (
 from helios_jax.model.sharding import TENSOR_PARALLEL
 from helios_jax.sampling import stack_sampling
 from tests.equality import EqualityRule
+from tests.model.quantised import quantise_linears
 
 B, T, NUM_NEW = 8, 9, 12
 CONFIG = ModelConfig(
@@ -81,7 +81,6 @@ FSDP = TENSOR_PARALLEL | {"embed": "data"}
         ({"data": 2, "model": 4}, None),
         ({"model": 4}, None),
         ({"data": 8}, None),
-        ({"data": 2, "model": 4}, FSDP),
     ],
 )
 def test_generate_in_a_callers_jit(axes, rules, params, prompts, one_device):
@@ -164,9 +163,9 @@ def test_tensor_parallelism_gathers_no_weights(params):
 
 
 def test_training_step_is_sharded(params, prompts):
-    """Gradients of sharded parameters have their shardings' values."""
+    """Gradients, and with them logits, of parameters split over both axes (FSDP)."""
     mesh = make_mesh(data=2, model=4)
-    shardings = param_shardings(CONFIG, mesh)
+    shardings = param_shardings(CONFIG, mesh, FSDP)
     tokens = prompts[0]
 
     def loss(params, tokens):
@@ -205,4 +204,4 @@ def test_explicit_axes(params, prompts):
     with jax.set_mesh(mesh):
         apply = jax.sharding.auto_axes(MODEL.apply, out_sharding=PartitionSpec("data"))
         logits = jax.jit(apply)(sharded, tokens)
-    np.testing.assert_allclose(logits, MODEL.apply(params, prompts[0]), atol=5e-5)
+    np.testing.assert_allclose(logits, jax.jit(MODEL.apply)(params, prompts[0]), atol=5e-5)

@@ -1,6 +1,6 @@
 """Asks transformers for the values in ../data/model/references.npz; not run by the tests.
 
-    python tests/model/generate_references.py     # torch 2.13.0 (CPU), transformers 5.24.0
+    python -m tests.model.generate_references     # torch 2.13.0 (CPU), transformers 5.24.0
 
 The file holds `logits/<case>`, float32 [T, V] with eager attention in float32, and of each RoPE
 case `inverse_frequencies/<case>`, float32 [H / 2], and `attention_factor/<case>`.
@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from reference_models import CASES, ROPE_CASES, tokens, weights
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tests.model.reference_models import CASES, ROPE_CASES, tokens, weights
 
 TARGET = Path(__file__).parents[1] / "data" / "model" / "references.npz"
 

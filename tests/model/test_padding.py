@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_models
 
 from helios_jax import Transformer
 from helios_jax.cache import DenseCache
+from tests.model import reference_models
 
-CASES = ("llama2", "mistral_window")
+CASES = ("mistral", "mistral_window")
 WIDTH = 12
 LENGTHS = np.array([5, 12, 9])
 NUM_STEPS = 4
@@ -89,8 +89,8 @@ def test_rows_and_padding_are_invisible(name, cached, load_case):
 
 def test_room_does_not_change_logits(load_case):
     """A larger cache holds more slots that nobody sees; only the order of sums may change."""
-    config, params = load_case("llama2")
-    tokens = reference_models.tokens("llama2")[None, :WIDTH]
+    config, params = load_case("mistral")
+    tokens = reference_models.tokens("mistral")[None, :WIDTH]
     positions = jnp.arange(WIDTH)[None]
     apply = jax.jit(Transformer(config).apply)
     results = []

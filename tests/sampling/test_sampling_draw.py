@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sampling_oracle
 import scipy.stats
 
 from helios_jax.sampling import (
@@ -21,6 +20,7 @@ from helios_jax.sampling import (
     uniforms,
     warp_logits,
 )
+from tests.sampling import sampling_oracle
 
 DRAWS = 20_000
 LOGITS_V = np.log([0.5, 0.3, 0.15, 0.05]).astype(np.float32)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sampling_oracle
 
 from helios_jax.sampling import (
     SamplingParams,
@@ -24,6 +23,7 @@ from helios_jax.sampling import (
 )
 from helios_jax.sampling.rows import first_argmax, largest
 from helios_jax.sampling.threshold import NUM_CANDIDATES, keep_threshold
+from tests.sampling import sampling_oracle
 
 EPSILON = 2e-6  # float32 sums of up to 49,152 probabilities
 PROPERTY = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)

@@ -1,0 +1,59 @@
+"""How does a row give its blocks back, whether it finished, was aborted or is preempted?"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from helios_jax.cache import blocks
+from helios_jax.cache.masked import after, masked_set
+from helios_jax.scheduler.state import FINISHED, WAITING, SchedulerState
+
+
+def release_row(state: SchedulerState, row: Array) -> SchedulerState:
+    """Row `row` holds no blocks any more. O(M)."""
+    blocks_M = state.block_table_RM[row]
+    return dataclasses.replace(
+        state,
+        pool=blocks.release(state.pool, blocks_M),
+        num_blocks_R=state.num_blocks_R.at[row].set(0),
+        num_published_R=state.num_published_R.at[row].set(0),
+        block_table_RM=state.block_table_RM.at[row].set(after(blocks_M, -1)),
+    )
+
+
+def release_rows(state: SchedulerState) -> SchedulerState:
+    """All finished rows hold no blocks any more. O(M) a row."""
+
+    def is_holding(state: SchedulerState) -> Array:
+        return (state.status_R == FINISHED) & (state.num_blocks_R > 0)
+
+    return lax.while_loop(
+        lambda state: jnp.any(is_holding(state)),
+        lambda state: release_row(state, jnp.argmax(is_holding(state))),
+        state,
+    )
+
+
+def preempt_row(state: SchedulerState, row: Array, now: Array) -> SchedulerState:
+    """Row `row` waits again and its KV entries are lost, but for what stays findable.
+
+    A row past the watermark starts again in the wide precision, without hashes: they named
+    narrow blocks.
+    """
+    counters = state.counters
+    becomes_wide = state.num_known_R[row] > state.limits.kv_watermark
+    becomes_wide &= ~state.is_wide_R[row]
+    lost = counters.num_recomputed_tokens + state.num_computed_R[row]
+    return dataclasses.replace(
+        release_row(state, row),
+        status_R=state.status_R.at[row].set(WAITING),
+        num_computed_R=state.num_computed_R.at[row].set(0),
+        waiting_since_R=state.waiting_since_R.at[row].set(now),
+        num_preemptions_R=state.num_preemptions_R.at[row].add(1),
+        is_wide_R=masked_set(state.is_wide_R, row, True, becomes_wide),
+        num_hashed_R=masked_set(state.num_hashed_R, row, 0, becomes_wide),
+        counters=dataclasses.replace(
+            counters, num_preemptions=counters.num_preemptions + 1, num_recomputed_tokens=lost
+        ),
+    )

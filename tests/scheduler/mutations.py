@@ -1,0 +1,169 @@
+"""Does a test fail for every rule of allocation and scheduling that is broken?
+
+python tests/scheduler/mutations.py [WORD]: applies one change after another to a copy of the
+library and runs the test named beside it, which must fail. WORD picks the rules that contain it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Mutation(NamedTuple):
+    rule: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+BLOCKS, PREFIX = "helios_jax/cache/blocks.py", "helios_jax/cache/prefix.py"
+SCHEDULE, ORDER = "helios_jax/scheduler/schedule.py", "helios_jax/scheduler/order.py"
+REQUESTS, RELEASE = "helios_jax/scheduler/requests.py", "helios_jax/scheduler/release.py"
+COMMIT = "helios_jax/scheduler/commit.py"
+CASES, HISTORIES = "tests/scheduler/test_schedule.py", "tests/scheduler/test_properties.py"
+POOL, PROGRAMS = "tests/cache/test_blocks.py", "tests/scheduler/test_programs.py"
+
+MUTATIONS = [
+    Mutation(
+        "a block has one owner",
+        BLOCKS, "num_ready=pool.num_ready - num_taken,", "num_ready=pool.num_ready,", POOL,
+    ),
+    Mutation(
+        "free + used = total: a block is free once, whoever releases it",
+        BLOCKS, "freed_K &= get_any(marks_P, blocks_K) == mark_K", "", POOL,
+    ),
+    Mutation(
+        "free + used = total: a migrated row gives its narrow blocks back",
+        SCHEDULE, "pool=blocks.release(pool, sources_M)", "pool=pool",
+        HISTORIES,
+    ),
+    Mutation(
+        "free + used = total: an aborted row gives its blocks back",
+        REQUESTS, "return release_rows(dataclasses.replace(state, status_R=status_R))",
+        "return dataclasses.replace(state, status_R=status_R)", CASES,
+    ),
+    Mutation(
+        "findable blocks are reused least recently freed first",
+        BLOCKS, "blocks_K = blocks_K[::-1]", "pass", POOL,
+    ),
+    Mutation(
+        "the queue of findable blocks never fills",
+        BLOCKS, "return _sweep(pool, _SWEEP_FACTOR * width)", "return pool", POOL,
+    ),
+    Mutation(
+        "a shared block is copied before it is written",
+        BLOCKS, "(get_any(pool.refcount_P, blocks_B) > 1)", "(blocks_B < -1)", HISTORIES,
+    ),
+    Mutation(
+        "a findable block that is written is not found by its old content",
+        BLOCKS, "pool = unpublish(pool, jnp.where(named_B & ~shared_B, blocks_B, -1))", "pass",
+        POOL,
+    ),
+    Mutation(
+        "precision is part of the prefix key",
+        SCHEDULE, "num_hashed_R=state.num_hashed_R.at[row].set(0),", "", HISTORIES,
+    ),
+    Mutation(
+        "a prefix ends at the first missing block",
+        PREFIX, "return jnp.where(missing_M, -1, blocks_M)", "return blocks_M", POOL,
+    ),
+    Mutation(
+        "what can never fit is refused at submission",
+        REQUESTS, "fits_N = needed_N <= ", "fits_N = 0 * needed_N <= ", CASES,
+    ),
+    Mutation(
+        "a block is taken when its first token exists",
+        SCHEDULE, "jnp.where(count_O > 0, demand.needed_R[order.rows_R], 0)",
+        "demand.needed_R[order.rows_R]", CASES,
+    ),
+    Mutation(
+        "the most urgent always goes on",
+        SCHEDULE, "last = jnp.argmax(jnp.where(state.is_running_R, order.rank_R, -1))",
+        "last = jnp.argmax(jnp.where(state.is_running_R, -order.rank_R, -999))", CASES,
+    ),
+    Mutation(
+        "no livelock: a migration that can never fit starts again instead",
+        SCHEDULE, "(row >= 0) & (both > state.pool.num_blocks)", "jnp.bool_(False)", HISTORIES,
+    ),
+    Mutation(
+        "a strictly more urgent request preempts when all slots are taken",
+        SCHEDULE, "can_preempt = jnp.any(victims_R)", "can_preempt = jnp.bool_(False)", CASES,
+    ),
+    Mutation(
+        "equal urgency preempts nobody",
+        ORDER, "order.urgency_R < urgency)", "order.urgency_R <= urgency)", CASES,
+    ),
+    Mutation(
+        "nobody is preempted in vain",
+        SCHEDULE, "can_preempt & (needed <= supply + gained)", "can_preempt", CASES,
+    ),
+    Mutation(
+        "skipping is bounded",
+        ORDER, "is_aged_R |= state.num_skips_R >= limits.max_skips", "", CASES,
+    ),
+    Mutation(
+        "preemptions are capped",
+        ORDER, "is_aged_R |= state.num_preemptions_R >= limits.max_preemptions", "", CASES,
+    ),
+    Mutation(
+        "waiting rows age",
+        ORDER, "state.is_aged_R | (state.is_waiting_R & has_waited_R)", "state.is_aged_R", CASES,
+    ),
+    Mutation(
+        "a chunk keeps the token budget",
+        SCHEDULE, "jnp.clip(left_O, 0, pending_O)", "pending_O", CASES,
+    ),
+    Mutation(
+        "a narrow row stops at the watermark until it has migrated",
+        COMMIT, "return state, named_B & ~crossed_B & taken.granted_B",
+        "return state, named_B & taken.granted_B", CASES,
+    ),
+    Mutation(
+        "schedule has no effects",
+        SCHEDULE, "    state = age_rows(state, now)",
+        "    import jax; jax.debug.print('{}', now); state = age_rows(state, now)", PROGRAMS,
+    ),
+    Mutation(
+        "schedule's cost does not grow with the pool",
+        BLOCKS, "return self.num_ready + self.num_cached",
+        "return jnp.sum(self.refcount_P == 0) - self.refcount_P.shape[0] + self.num_blocks",
+        PROGRAMS,
+    ),
+]  # fmt: skip
+
+
+def main() -> int:
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    missed = 0
+    for mutation in [mutation for mutation in MUTATIONS if word in mutation.rule]:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("helios_jax", "pallas_kernels", "checkpoints_conv", "tests"):
+                shutil.copytree(ROOT / name, Path(folder) / name)
+            shutil.copy(ROOT / "pyproject.toml", folder)
+            path = Path(folder) / mutation.file
+            text = path.read_text()
+            assert text.count(mutation.old) == 1, f"{mutation.rule}: {mutation.old!r} is not there"
+            path.write_text(text.replace(mutation.old, mutation.new))
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+            done = subprocess.run(
+                [*command, mutation.test],
+                cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True,
+                timeout=300,
+            )  # fmt: skip
+        failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+        is_caught = done.returncode == 1 and bool(failed)
+        missed += not is_caught
+        print(f"{'caught' if is_caught else 'MISSED'}: {mutation.rule}", flush=True)
+        print(f"    {failed[0][:110] if failed else done.stdout[-300:]}", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

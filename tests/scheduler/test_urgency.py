@@ -1,0 +1,96 @@
+"""Do the policies order rows as documented, and does the scheduler rank any policy's values?"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from helios_jax import scheduler
+from helios_jax.scheduler import urgency
+from helios_jax.scheduler.order import is_less_urgent, order_rows
+
+CONFIG = scheduler.SchedulerConfig(
+    num_blocks=64, max_num_rows=4, max_num_seqs=4, prefill_tokens_per_second=100.0
+)
+
+
+def table(**fields):
+    state = scheduler.init_scheduler(CONFIG)
+    values = {
+        "status_R": [scheduler.WAITING] * 4,
+        "num_prompt_R": [100] * 4,
+        "num_known_R": [100] * 4,
+    }
+    values |= fields
+    arrays = {k: jnp.asarray(v, getattr(state, k).dtype) for k, v in values.items()}
+    return dataclasses.replace(state, **arrays)
+
+
+def at(policy, state, now=0.0):
+    return policy(state, jnp.float32(now)).tolist()
+
+
+def test_deadline_is_minus_the_slack_to_the_first_token():
+    state = table(
+        arrival_time_R=[0, 0, 4, 0], ttft_target_R=[10, 20, 10, math.inf],
+        num_prompt_R=[100, 100, 300, 100], num_known_R=[100, 100, 300, 100],
+    )  # fmt: skip
+    # 100 tokens are a second of prefill.
+    assert at(urgency.deadline, state, 5.0) == [-4.0, -14.0, -6.0, -math.inf]
+
+
+def test_deadline_follows_the_pace_of_later_tokens():
+    state = table(
+        num_known_R=[101, 111, 111, 101], num_computed_R=[100, 110, 110, 100],
+        first_token_time_R=[10, 10, 10, 10], tpot_target_R=[1, 1, 0.1, math.inf],
+    )  # fmt: skip
+    values = at(urgency.deadline, state, 12.0)
+    # Due at 11, 21 and 11.1: late, comfortably early, late; the last has no target.
+    assert values == pytest.approx([1.01, -8.99, 0.91, -math.inf], abs=1e-5)
+
+
+def test_deadline_gives_up_a_first_token_that_must_be_late():
+    state = table(arrival_time_R=[0, 9, 0, 0], ttft_target_R=[5, 5, 15, 5])
+    late, fresh, due_soon, _ = at(urgency.deadline, state, 10.0)
+    assert late == -5.0 and due_soon > late and fresh > late
+
+
+def test_deadline_heeds_the_deadline_of_the_whole_answer():
+    state = table(deadline_R=[30, 3, math.inf, math.inf], ttft_target_R=[10, 10, 10, math.inf])
+    assert at(urgency.deadline, state) == [-9.0, -2.0, -9.0, -math.inf]
+
+
+def test_priority_fcfs_and_shortest():
+    state = table(
+        priority_R=[1, -1, 0, 1], max_known_R=[150, 120, 300, 101], num_computed_R=[40, 0, 0, 0]
+    )
+    assert at(urgency.priority, state) == [-1.0, 1.0, 0.0, -1.0]
+    assert at(urgency.fcfs, state) == [0.0] * 4
+    assert at(urgency.shortest, state) == [-110.0, -120.0, -300.0, -101.0]
+
+
+def test_order_puts_aged_rows_first_and_dead_ones_last():
+    state = table(
+        status_R=[scheduler.WAITING, scheduler.RUNNING, scheduler.FINISHED, scheduler.WAITING],
+        is_aged_R=[False, True, True, False], sequence_R=[0, 3, 2, 1],
+    )  # fmt: skip
+    order = order_rows(state, jnp.asarray([1.0, -9.0, 99.0, 2.0]))
+    assert order.rows_R.tolist() == [1, 3, 0, 2]
+    assert order.rank_R.tolist() == [2, 0, 3, 1]
+    assert is_less_urgent(order, jnp.int32(3)).tolist() == [True, False, True, False]
+
+
+def test_ties_go_to_the_earlier_and_preempt_nobody():
+    state = table(sequence_R=[3, 1, 2, 0])
+    order = order_rows(state, jnp.asarray([0.0, 0.0, jnp.nan, -jnp.inf]))
+    assert order.rows_R.tolist() == [1, 0, 3, 2]  # NaN counts as -inf
+    assert is_less_urgent(order, jnp.int32(1)).tolist() == [False, False, True, True]
+    assert not bool(is_less_urgent(order, jnp.int32(3))[2])
+
+
+def test_among_aged_rows_the_earlier_may_preempt_the_later():
+    state = table(is_aged_R=[True] * 4, sequence_R=[2, 0, 1, 3])
+    order = order_rows(state, jnp.asarray([9.0, 0.0, 5.0, 1.0]))
+    assert order.rows_R.tolist() == [1, 2, 0, 3]
+    assert is_less_urgent(order, jnp.int32(2)).tolist() == [True, False, False, True]
