@@ -44,7 +44,9 @@ def test_repeated_heads_are_the_same_function(tmp_path, fields):
     repeated, changed = with_kv_heads(params, config, 4)
     assert changed == dataclasses.replace(config, num_kv_heads=4)
     assert repeated["params"]["layers_0"]["attention"]["k"]["kernel"].shape == (64, 64)
-    np.testing.assert_allclose(logits(repeated, changed), logits(params, config), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        logits(repeated, changed), logits(params, config), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, dict(qkv_bias=True, attention_output_bias=True)])

@@ -258,7 +258,7 @@ def test_rope(tmp_path, scaling, expected, max_model_len, style):
         ({"num_hidden_layers": True}, "num_hidden_layers='True': must be an integer"),
         ({"num_hidden_layers": 10**12}, "1000000000000 layers, but there are only"),
         ({"head_dim": None, "num_attention_heads": 0}, "must be a multiple of num_attention_heads"),
-        ({"bos_token_id": 10**6}, "bos_token_id=1000000: must be an integer in"),
+        ({"bos_token_id": 10**6}, "bos_token_id=1000000: must be in"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings='1': must be true or false"),
     ],
 )
