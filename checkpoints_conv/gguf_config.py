@@ -270,7 +270,7 @@ def _llama3_rope(theta: float, factors: np.ndarray) -> RopeConfig:
         smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
         slope, intercept = np.polyfit(rotations, smooth, 1)
         if slope > 0 and intercept < 0:
-            high = round(1 - 1 / intercept, 3)
+            high = round(1 - 1 / float(intercept), 3)
             candidates.append((high, max(round(-slope / intercept), 1)))
     for high, original in candidates:
         rope = RopeConfig(
