@@ -119,8 +119,9 @@ def commit(state: SchedulerState) -> SchedulerState:
 def hash_outputs(state: SchedulerState, tokens_RS: Array) -> SchedulerState:
     """Hashes the blocks that output tokens filled, so that `commit` can publish them.
 
-    Rows whose prompt's blocks are not all hashed (they share nothing, or changed precision) are
-    passed over. As many iterations as the row with the most new blocks has, O(R) each.
+    Rows whose prompt's blocks are not all hashed (they share nothing, or changed precision), or
+    whose prompt fills no block, are passed over. As many iterations as the row with the most new
+    blocks has, O(R) each.
 
     Args:
       tokens_RS: int32, the known tokens of each row.

@@ -110,14 +110,12 @@ class _Demand(NamedTuple):
     """What running rows would do and need in the next step.
 
     is_decoding_R, count_R: rows that decode; chunk tokens of those that prefill.
-    target_R: KV entries that each should have room for.
     migrating_row: row that should migrate, -1 if none.
     needed_R: blocks to take for it, a migrating row's wide ones included.
     """
 
     is_decoding_R: Array
     count_R: Array
-    target_R: Array
     migrating_row: Array
     needed_R: Array
 
@@ -145,7 +143,7 @@ def _demand(state: SchedulerState, order: Order) -> _Demand:
     held_R = jnp.where(migrates_R, 0, state.num_blocks_R)
     needed_R = jnp.where(state.is_running_R, jnp.maximum(wanted_R - held_R, 0), 0)
     migrating_row = jnp.where(jnp.any(migrates_R), jnp.argmax(migrates_R), -1)
-    return _Demand(is_decoding_R, count_R, target_R, migrating_row, needed_R)
+    return _Demand(is_decoding_R, count_R, migrating_row, needed_R)
 
 
 def _chunk_budget(state: SchedulerState) -> Array:

@@ -28,7 +28,7 @@ class SchedulerConfig:
       max_num_rows: R, requests in the table, waiting ones included; more are refused for now.
       max_model_len: tokens of prompt and output at most.
       max_num_seqs: requests running at a time.
-      max_num_batched_tokens: tokens of a step's prefill chunk and of one decode round together.
+      max_num_batched_tokens: tokens of a step's prefill chunk and decoding rows together.
       narrow_block_tokens, wide_block_tokens: tokens per block of rows up to `kv_watermark` tokens
         and of longer ones (8-bit: 16, 16-bit: 8, float32: 4).
       kv_watermark: tokens; 0 makes every row wide, infinity none.

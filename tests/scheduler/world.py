@@ -55,7 +55,7 @@ NUM_FAMILIES = 4
 
 class World(NamedTuple):
     """entries_PT: the KV pool; tokens_RS: all tokens of each row, those to come included; age_R:
-    steps since submission; next_id: of the next request; was_empty_R: no progress in a step."""
+    steps since submission; next_id: of the next request."""
 
     state: SchedulerState
     entries_PT: Array

@@ -1,0 +1,256 @@
+"""When would each request of a trace get its tokens, under a policy and a model of step times?
+
+The scheduler is the engine's own; only the model's work is replaced with a time. An event is one
+step: a prefill chunk and one decode round, or several rounds in which nothing can change, so that
+time passes per event and not per token. All in one compiled loop.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from helios_jax.cache.masked import get_any, masked_set
+from helios_jax.config import require
+from helios_jax.replay.traces import Trace
+from helios_jax.scheduler import (
+    EMPTY,
+    FINISHED,
+    Counters,
+    Plan,
+    Requests,
+    SchedulerConfig,
+    SchedulerState,
+    Urgency,
+    advance,
+    commit,
+    grow,
+    init_scheduler,
+    schedule,
+    submit,
+)
+
+# Requests that enter the table in one event at most.
+_ARRIVALS = 8
+
+StepSeconds = Callable[..., Array]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What each request asks for beside its tokens; float32 [N], `priority` lower is earlier."""
+
+    ttft_seconds: np.ndarray
+    tpot_seconds: np.ndarray
+    priority: np.ndarray
+
+
+class Outcome(NamedTuple):
+    """What became of N requests; infinite times where refused.
+
+    first_token_time_N, finish_time_N: float32 seconds on the trace's clock.
+    num_events: steps simulated.
+    counters: the scheduler's.
+    """
+
+    first_token_time_N: Array
+    finish_time_N: Array
+    num_events: Array
+    counters: Counters
+
+
+class _Simulation(NamedTuple):
+    state: SchedulerState
+    now: Array
+    # What float32 rounded off `now`, to be added next time.
+    rest: Array
+    next_arrival: Array
+    first_token_time_N: Array
+    finish_time_N: Array
+    num_events: Array
+
+
+def simulate(
+    trace: Trace,
+    targets: Targets,
+    config: SchedulerConfig,
+    step_seconds: StepSeconds,
+    urgency: Urgency,
+) -> Outcome:
+    """Serves the whole trace.
+
+    Args:
+      trace: requests that end after exactly `num_output` tokens.
+      config: the scheduler's; `max_rounds` bounds the rounds of an event.
+      step_seconds: seconds of one pass, from the keywords of `profiler.step_seconds`.
+      urgency: a policy.
+
+    Raises:
+      ValueError: the targets are not as many as the requests.
+    """
+    for field in dataclasses.fields(targets):
+        number = len(getattr(targets, field.name))
+        require(
+            number == len(trace),
+            f"targets.{field.name}: has {number} entries for a trace of {len(trace)} requests",
+        )
+    columns = (
+        trace.arrival_seconds.astype(np.float32), trace.num_prompt, trace.num_output,
+        targets.ttft_seconds.astype(np.float32), targets.tpot_seconds.astype(np.float32),
+        targets.priority.astype(np.float32),
+    )  # fmt: skip
+    columns = tuple(map(jnp.asarray, columns))
+    return _run(init_scheduler(config), columns, step_seconds, urgency, config.max_rounds)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _run(state, columns, step_seconds, urgency, max_rounds) -> Outcome:
+    number = columns[0].shape[0]
+    never = jnp.full(number, jnp.inf, jnp.float32)
+    zero = jnp.float32(0)
+    simulation = _Simulation(state, zero, zero, jnp.int32(0), never, never, jnp.int32(0))
+
+    def goes_on(simulation: _Simulation) -> Array:
+        is_live_R = simulation.state.is_waiting_R | simulation.state.is_running_R
+        return (simulation.next_arrival < number) | jnp.any(is_live_R)
+
+    end = lax.while_loop(
+        goes_on, lambda now: _event(now, columns, step_seconds, urgency, max_rounds), simulation
+    )
+    return Outcome(end.first_token_time_N, end.finish_time_N, end.num_events, end.state.counters)
+
+
+def _event(simulation: _Simulation, columns, step_seconds, urgency, max_rounds) -> _Simulation:
+    arrivals = columns[0]
+    state, next_arrival = _enter(simulation, columns)
+    now = simulation.now
+    state, plan = schedule(state, now, urgency)
+    is_idle = (plan.num_decode == 0) & (plan.num_chunk_tokens == 0)
+    upcoming = jnp.where(
+        next_arrival < arrivals.shape[0], arrivals.at[next_arrival].get(mode="clip"), jnp.inf
+    )
+
+    rows = plan.decode_rows_R
+    counts = jnp.maximum(plan.chunk_counts_R, 0)
+    chunk = jnp.maximum(plan.chunk_rows_R, 0)
+    completes = (plan.chunk_rows_R >= 0) & (counts == state.num_pending_R[chunk])
+    seconds = partial(_pass_seconds, state, plan, counts, completes, step_seconds)
+    num_rounds = _num_rounds(state, plan, seconds(1), upcoming - now, max_rounds)
+    elapsed = seconds(num_rounds) * num_rounds
+    # With nothing to do, time moves to the next arrival; where there is none, rows preempted in
+    # this call are left, which the next call takes up.
+    step = jnp.where(is_idle, jnp.where(jnp.isfinite(upcoming), upcoming - now, 0.0), elapsed)
+    step += simulation.rest
+    end = now + step
+    rest = step - (end - now)
+
+    was_finished_R = state.status_R == FINISHED
+    nobody = jnp.zeros_like(completes)
+    state = advance(state, plan.chunk_rows_R, counts, completes.astype(jnp.int32), nobody, end)
+    start = get_any(state.num_computed_R, rows)
+    max_blocks = max_rounds // min(state.block_tokens) + 1
+    state, granted = grow(state, rows, start + num_rounds, max_blocks)
+    made = jnp.where(granted, num_rounds, 0)
+    state = advance(state, jnp.where(granted, rows, -1), made, made, nobody, end)
+
+    has_begun_R = state.is_running_R | (state.status_R == FINISHED)
+    finishes_R = (state.status_R == FINISHED) & ~was_finished_R
+    first_token_time_N = masked_set(
+        simulation.first_token_time_N, state.request_id_R, state.first_token_time_R, has_begun_R
+    )
+    finish_time_N = masked_set(simulation.finish_time_N, state.request_id_R, end, finishes_R)
+    return _Simulation(
+        commit(state), end, rest, next_arrival, first_token_time_N, finish_time_N,
+        simulation.num_events + 1,
+    )  # fmt: skip
+
+
+def _enter(simulation: _Simulation, columns) -> tuple[SchedulerState, Array]:
+    """Submits what is due, as far as the table has room; the rest waits outside in order."""
+    arrivals, num_prompt, num_output, ttft, tpot, priority = columns
+    state = simulation.state
+    number = arrivals.shape[0]
+    index = simulation.next_arrival + jnp.arange(_ARRIVALS)
+    request = jnp.minimum(index, number - 1)
+    num_empty = jnp.sum((state.status_R == EMPTY) | (state.status_R == FINISHED))
+    is_due = (index < number) & (arrivals[request] <= simulation.now)
+    is_due &= jnp.arange(_ARRIVALS) < num_empty
+    requests = Requests(
+        request_id_N=jnp.where(is_due, request, -1),
+        num_prompt_N=num_prompt[request],
+        max_tokens_N=num_output[request],
+        priority_N=priority[request],
+        arrival_time_N=arrivals[request],
+        deadline_N=jnp.full(_ARRIVALS, jnp.inf),
+        ttft_target_N=ttft[request],
+        tpot_target_N=tpot[request],
+        hash_NM2=jnp.zeros((_ARRIVALS, *state.hash_RM2.shape[1:]), jnp.uint32),
+    )
+    state, _, _ = submit(state, requests)
+    return state, simulation.next_arrival + jnp.sum(is_due, dtype=jnp.int32)
+
+
+def _pass_seconds(
+    state: SchedulerState, plan: Plan, counts: Array, completes: Array, step_seconds, num_rounds
+) -> Array:
+    """Mean seconds of a pass over `num_rounds` of them."""
+    is_decoding_R = plan.decode_rows_R >= 0
+    computed_R = get_any(state.num_computed_R, plan.decode_rows_R)
+    grown = 0.5 * (num_rounds - 1) * plan.num_decode
+    decode_kv = jnp.sum(jnp.where(is_decoding_R, computed_R, 0)) + grown
+    starts_R = jnp.where(plan.chunk_rows_R >= 0, plan.chunk_starts_R, 0)
+    pairs_R = counts * (starts_R + 0.5 * (counts + 1))
+    return step_seconds(
+        num_tokens=plan.num_decode + plan.num_chunk_tokens,
+        num_sampled=plan.num_decode + jnp.sum(completes),
+        kv_tokens=decode_kv + jnp.sum(starts_R),
+        attended_tokens=decode_kv + jnp.sum(pairs_R),
+    )
+
+
+def _num_rounds(state: SchedulerState, plan: Plan, seconds, until_arrival, max_rounds) -> Array:
+    """Rounds in which no row ends, crosses the watermark or lacks a block, and nobody arrives."""
+    rows = plan.decode_rows_R
+    named = rows >= 0
+    is_wide = get_any(state.is_wide_R, rows)
+    known = get_any(state.num_known_R, rows)
+    left = get_any(state.max_known_R, rows) - known
+    to_watermark = state.limits.kv_watermark - known
+    left = jnp.where(is_wide, left, jnp.minimum(left, jnp.maximum(to_watermark, 0) + 1))
+    rounds = jnp.min(jnp.where(named, left, max_rounds), initial=max_rounds)
+    arrives = jnp.minimum(jnp.ceil(until_arrival / seconds), float(max_rounds))
+    rounds = jnp.minimum(rounds, arrives.astype(jnp.int32))
+    rounds = jnp.where(plan.num_chunk_tokens > 0, 1, jnp.maximum(rounds, 1))
+    target = get_any(state.num_computed_R, rows) + rounds
+    needed = state.num_blocks_for(target, is_wide) - get_any(state.num_blocks_R, rows)
+    needed = jnp.sum(jnp.where(named, jnp.maximum(needed, 0), 0))
+    return jnp.where(needed <= state.pool.num_ready, rounds, 1)
+
+
+def summarize(trace: Trace, targets: Targets, outcome: Outcome) -> dict[str, float]:
+    """Shares of targets met, times in seconds, and what preemption cost."""
+    first = np.asarray(outcome.first_token_time_N, np.float64)
+    finish = np.asarray(outcome.finish_time_N, np.float64)
+    served = np.isfinite(finish)
+    ttft = first - trace.arrival_seconds
+    later = np.maximum(trace.num_output - 1, 1)
+    tpot = np.where(trace.num_output > 1, (finish - first) / later, 0.0)
+    counters = outcome.counters
+    return {
+        "num_requests": len(trace),
+        "num_served": int(served.sum()),
+        "ttft_met": float((ttft <= targets.ttft_seconds).mean()),
+        "tpot_met": float((served & (tpot <= targets.tpot_seconds)).mean()),
+        "ttft_p50_seconds": float(np.median(ttft[served])),
+        "ttft_p95_seconds": float(np.quantile(ttft[served], 0.95)),
+        "end_seconds": float(finish[served].max(initial=0.0)),
+        "preemption_rate": float(counters.num_preemptions) / len(trace),
+        "num_recomputed_tokens": int(counters.num_recomputed_tokens),
+        "num_events": int(outcome.num_events),
+    }
