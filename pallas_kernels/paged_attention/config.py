@@ -63,7 +63,10 @@ def rule(problem: Problem, device: Device | None) -> Config:
     block_q = max(1, rows // problem.group)
     block_q = min(block_q, problem.max_query_len)
     rows = rows_of(problem, block_q)
-    block_s = 64 if problem.head_dim <= 128 and rows > 16 else 32
+    fp8_decode = "cvt" if device.capability >= (9, 0) else "bits"
+    # Taking FP8 apart by bits needs registers too: 64 keys by 128 dimensions spill then.
+    widest = 64 if problem.format.bits == 8 and fp8_decode == "bits" else 128
+    block_s = 64 if problem.head_dim <= widest and rows > 16 else 32
     programs = problem.num_rows * math.ceil(problem.max_query_len / block_q) * problem.num_kv_heads
     # So many programs an SM are resident at once and keep enough loads in flight; one more would
     # start a second wave.
@@ -84,8 +87,9 @@ def rule(problem: Problem, device: Device | None) -> Config:
         block_q=block_q,
         block_s=block_s,
         num_splits=num_splits,
-        fp8_decode="cvt" if device.capability >= (9, 0) else "bits",
-        num_warps=max(1, min(4, rows // 16)),
+        fp8_decode=fp8_decode,
+        # One warp alone cannot hold the sums of 256 dimensions.
+        num_warps=max(1 if problem.head_dim <= 128 else 2, min(4, rows // 16)),
         num_stages=3,
     )
 
