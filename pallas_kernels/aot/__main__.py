@@ -133,7 +133,10 @@ def _ever_smaller(c: Compile) -> list:
     problem = configs.problem_of_case(cases.case_of(c.op, c.case))
     base = configs.rule(problem, DEVICES[c.device])
     if c.op == "int4_matmul":
-        changes: list[dict] = [dict(block_n=base.block_n // 2), dict(num_stages=2)]
+        half_n = base.block_n // 2
+        changes: list[dict] = [
+            dict(block_n=half_n), dict(num_stages=2), dict(block_n=half_n, num_stages=2),
+        ]  # fmt: skip
     else:
         half = max(16, base.block_s // 2)
         changes = [
