@@ -241,8 +241,8 @@ def _estimate(c: Compile, facts: dict) -> dict[str, Any] | None:
         occupancy=occ,
         alu_per_element=loop["alu"] * launch["threads"] / elements,
         microseconds=round(time * 1e6, 1),
-        floor_microseconds=round(floor * 1e6, 2),
-        share_of_floor=round(floor / time, 2),
+        floor_microseconds=round(floor * 1e6, 3),
+        share_of_floor=round(floor / time, 4),
         target=_target(c, case),
     )
 

@@ -234,7 +234,7 @@ def tune(device: Device) -> dict:
         entries[op].append(
             dict(key=configs.key_of_case(case), config=dataclasses.asdict(best), status="measured",
                  microseconds=round(elapsed * 1e6, 2), floor_microseconds=round(floor * 1e6, 2),
-                 share_of_floor=round(floor / elapsed, 2), case=dataclasses.asdict(case))
+                 share_of_floor=round(floor / elapsed, 4), case=dataclasses.asdict(case))
         )  # fmt: skip
         done += 1
         print(f"{compile_cases.describe(op, dataclasses.asdict(case)):52} {elapsed * 1e6:8.1f} us")
