@@ -30,7 +30,7 @@ ORDER = (
 )
 RANKS = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
 # Where checkpoints are opened and converted, inside the functions that do so.
-OPENS_CHECKPOINTS = ("hub", "llm", "bench", "cli")
+OPENS_CHECKPOINTS = ("hub", "llm", "calibrate", "bench", "cli")
 
 
 class Import(NamedTuple):

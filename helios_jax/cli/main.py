@@ -14,12 +14,15 @@ from typing import Annotated
 import typer
 
 from helios_jax.cli import bench
+from helios_jax.cli.calibrate_kv import calibrate_kv
 from helios_jax.cli.chat import chat
 from helios_jax.cli.convert import convert
+from helios_jax.cli.evaluate import evaluate
 from helios_jax.cli.generate import generate
 from helios_jax.cli.models import models
 from helios_jax.cli.options import Debug
 from helios_jax.cli.pull import pull
+from helios_jax.cli.quantize import quantize
 
 app = typer.Typer(
     name="helios",
@@ -29,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (generate, chat, pull, models, convert):
+for verb in (generate, chat, pull, models, convert, quantize, evaluate, calibrate_kv):
     app.command()(verb)
 app.add_typer(bench.app)
 

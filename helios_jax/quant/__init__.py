@@ -5,6 +5,7 @@ what a CPU computes with; `matmul` takes either, or a plain array.
 
 One linear is quantised with `rtn`, `gptq`, or AWQ's `search_scales` and `search_clip` followed by
 `rtn`; a `Scheme` says on which grid, `InputStatistics` what the inputs were like.
+`helios_jax.calibrate` does it to a whole model.
 """
 
 from helios_jax.quant.awq import ScaleSearch, search_clip, search_scales

@@ -6,8 +6,8 @@ multiplies column k of the weights by s[k] before rounding, and divides what com
     y = Q(W diag(s)) diag(1 / s) x,    s = mean |x| ^ alpha,
 
 alpha by grid search on the output's error (equation 4 and 5). The division is folded into whatever
-makes x, so inference pays nothing. Afterwards each group's range is shrunk where saturating a few
-weights costs the output less than a coarser scale for all.
+makes x (`helios_jax.calibrate`), so inference pays nothing. Afterwards each group's range is shrunk
+where saturating a few weights costs the output less than a coarser scale for all.
 
 The error is the exact mean over all calibration tokens, through their second moment
 (`helios_jax.quant.statistics`), not a sample's.
