@@ -49,8 +49,6 @@ def test_quantise_evaluate_generate(source, text_file, tmp_path, capsys):
     tables = (tmp_path / "report.md").read_text()
     assert tables == capsys.readouterr().out and "| KL to the reference, nats | words |" in tables
 
-    helios("generate", "The fox", "--model", out, "--max-tokens", 3)
-
 
 @pytest.mark.parametrize(
     "arguments, message",

