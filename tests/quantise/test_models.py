@@ -2,12 +2,6 @@
 
 import dataclasses
 import itertools
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from functools import partial
 
 import jax
@@ -35,7 +29,8 @@ from helios_jax.model.blockwise import run_block
 from helios_jax.model.forms import serving_form
 from helios_jax.quant import GptqOptions, QuantTensor, Scheme
 from tests import tiny
-from tests.quantise.conftest import helios, make_checkpoint
+from tests.quantise.conftest import make_checkpoint
+from tests.quantise.interruption import equal, kill_and_resume
 
 SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=16)
 
@@ -264,19 +259,6 @@ def test_calibration_is_asked_for(source, tmp_path):
 # Interruption
 
 
-def equal(first: dict, second: dict) -> bool:
-    return [*first] == [*second] and all(
-        jax.tree.structure(first[name]) == jax.tree.structure(second[name])
-        and all(
-            np.array_equal(a, b)
-            for a, b in zip(
-                jax.tree.leaves(first[name]), jax.tree.leaves(second[name]), strict=True
-            )
-        )
-        for name in first
-    )
-
-
 class Stop(Exception):
     pass
 
@@ -325,42 +307,11 @@ def test_one_process_at_a_time(tmp_path):
 
 
 def test_killed_at_random_times_it_resumes_to_the_same_bits(source, text_file, tmp_path):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    command = [
-        sys.executable, "-m", "helios_jax.cli.main", "quantize", str(source), "--method", "gptq",
-        "--group-size", "32", "--calibration", str(text_file), "--num-sequences", "8",
-        "--sequence-length", "64", "--check-tokens", "0", "--out",
-    ]  # fmt: skip
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    helios(*command[3:], tmp_path / "whole")
-    killed = 0
-    for _ in range(2):
-        process = subprocess.Popen(
-            [*command, str(tmp_path / "killed")],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment,
-        )  # fmt: skip
-        work = tmp_path / ".killed.quantizing"
-        while process.poll() is None and not work.exists():
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 1.5))
-        killed += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if (tmp_path / "killed").exists():
-            break
-    assert killed
-    if not (tmp_path / "killed").exists():
-        helios(*command[3:], tmp_path / "killed")
-    assert not work.exists()
-    whole, resumed = (
-        {"/".join(p): leaf for p, leaf in open_checkpoint(tmp_path / name).tensors()}
-        for name in ("whole", "killed")
-    )
-    assert equal(whole, resumed), f"seed {seed}"
-    manifests = [(tmp_path / name / "manifest.json").read_text() for name in ("whole", "killed")]
-    assert manifests[0] == manifests[1]
+    options = (
+        "--method", "gptq", "--group-size", "32", "--calibration", text_file,
+        "--num-sequences", "8", "--sequence-length", "64", "--check-tokens", "0",
+    )  # fmt: skip
+    kill_and_resume(source, options, tmp_path, num_kills=2, longest_wait=0.3)
 
 
 # What is written

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.quantise.conftest import helios
+from tests.quantise.interruption import kill_and_resume
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +38,13 @@ def test_three_bits_on_held_out_text(smollm2_native_path, text_file, tmp_path, c
     assert kl["awq"] < 0.75 * kl["rtn"] and kl["gptq"] < 0.75 * kl["rtn"], kl
     helios("generate", "What is gravity?", "--model", tmp_path / "gptq", "--max-tokens", 20)
     assert len(capsys.readouterr().out.split()) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ("awq", "gptq"))
+def test_killed_at_random_times_it_resumes(smollm2_native_path, text_file, tmp_path, method):
+    options = (
+        "--method", method, "--calibration", text_file, "--num-sequences", 4,
+        "--sequence-length", 256, "--check-tokens", 0,
+    )  # fmt: skip
+    kill_and_resume(smollm2_native_path, options, tmp_path, num_kills=4, longest_wait=3)
