@@ -20,13 +20,14 @@ from jax import Array, lax
 from helios_jax.cache import DenseCache
 from helios_jax.model import Transformer
 from helios_jax.sampling import (
+    Logprobs,
     SamplingArrays,
     TokenHistory,
-    chosen_logprobs,
     init_history,
+    init_logprobs,
     is_stop_token,
     sample_tokens,
-    top_logprobs,
+    score_tokens,
     update_history,
 )
 
@@ -35,22 +36,6 @@ FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NON_FINITE: "er
 
 # Prompt logprobs need the logits of every position; this many positions' exist at a time.
 _SCORED_POSITIONS = 32
-
-
-class Logprobs(NamedTuple):
-    """Of N tokens per row: what the model itself (before any filter) found of them.
-
-    chosen_BN: float32, log-probability of the token that is there.
-    ranks_BN: int32, 1 where it is the most probable one.
-    top_BNK, top_ids_BNK: the K most probable tokens, descending; K may be 0.
-
-    Entries beyond a row's tokens mean nothing.
-    """
-
-    chosen_BN: Array
-    ranks_BN: Array
-    top_BNK: Array
-    top_ids_BNK: Array
 
 
 @jax.tree_util.register_dataclass
@@ -189,7 +174,7 @@ def prefill(
         cache=cache.grow(num_slots),
         history=init_history(tokens_BT, lengths_B, sampling, vocab_size=vocab_size),
         tokens_BN=jnp.full((batch, max_new_tokens), -1, jnp.int32),
-        logprobs=None if num_logprobs is None else _empty(batch, max_new_tokens, num_logprobs),
+        logprobs=None if num_logprobs is None else init_logprobs(batch, max_new_tokens, num_logprobs),
         positions_B=lengths_B - 1,
         finish_reason_B=jnp.where(lengths_B > 0, RUNNING, LENGTH).astype(jnp.int32),
         num_steps=jnp.int32(0),
@@ -258,7 +243,7 @@ def _draw(state: GenerationState, logits_BV: Array, sampling: SamplingArrays) ->
                 buffer, new[:, None].astype(buffer.dtype), state.num_steps, axis=1
             ),
             logprobs,
-            _logprobs(logits_BV, tokens_B, logprobs.top_BNK.shape[-1]),
+            score_tokens(logits_BV, tokens_B, logprobs.top_BNK.shape[-1]),
         )
     return dataclasses.replace(
         state,
@@ -273,41 +258,29 @@ def _draw(state: GenerationState, logits_BV: Array, sampling: SamplingArrays) ->
     )
 
 
-def _logprobs(logits_BV: Array, tokens_B: Array, num_top: int) -> Logprobs:
-    """`Logprobs` of one token per row, without the N axis."""
-    chosen = chosen_logprobs(logits_BV, tokens_B)
-    if num_top:
-        top_BK, ids_BK = top_logprobs(logits_BV, num_top)
-    else:
-        top_BK, ids_BK = jnp.zeros((len(tokens_B), 0)), jnp.zeros((len(tokens_B), 0), jnp.int32)
-    return Logprobs(chosen.logprob_B, chosen.rank_B, top_BK, ids_BK)
+def score_hidden(
+    model: Transformer, params: Any, hidden_TD: Array, tokens_T: Array, num_top: int
+) -> Logprobs:
+    """Logprobs of tokens given the final hidden states before them, [T] and [T, num_top].
 
+    A few positions' logits exist at a time.
+    """
+    number = len(tokens_T)
+    padding = -number % _SCORED_POSITIONS
+    hidden = jnp.pad(hidden_TD, ((0, padding), (0, 0)))
+    hidden = hidden.reshape(-1, _SCORED_POSITIONS, hidden.shape[-1])
+    tokens = jnp.pad(tokens_T, (0, padding)).reshape(-1, _SCORED_POSITIONS)
 
-def _empty(batch: int, length: int, num_top: int) -> Logprobs:
-    return Logprobs(
-        chosen_BN=jnp.zeros((batch, length), jnp.float32),
-        ranks_BN=jnp.zeros((batch, length), jnp.int32),
-        top_BNK=jnp.zeros((batch, length, num_top), jnp.float32),
-        top_ids_BNK=jnp.zeros((batch, length, num_top), jnp.int32),
-    )
+    def score(chunk):
+        return score_tokens(_logits(model, params, chunk[0]), chunk[1], num_top)
+
+    scored = lax.map(score, (hidden, tokens))
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:])[:number], scored)
 
 
 def _score(model, params, hidden_BTD: Array, tokens_BT: Array, num_top: int) -> Logprobs:
-    """Logprobs of tokens 1..T-1 given those before, a few positions' logits at a time."""
+    """Logprobs of tokens 1..T-1 given those before."""
     batch, width, D = hidden_BTD.shape
     hidden = hidden_BTD[:, :-1].reshape(-1, D)
-    tokens = tokens_BT[:, 1:].reshape(-1)
-    padding = -len(tokens) % _SCORED_POSITIONS
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, _SCORED_POSITIONS, D)
-    tokens = jnp.pad(tokens, (0, padding)).reshape(-1, _SCORED_POSITIONS)
-
-    def score(chunk):
-        return _logprobs(_logits(model, params, chunk[0]), chunk[1], num_top)
-
-    scored = lax.map(score, (hidden, tokens))
-
-    def rows(array):
-        flat = array.reshape(-1, *array.shape[2:])[: batch * (width - 1)]
-        return flat.reshape(batch, width - 1, *array.shape[2:])
-
-    return jax.tree.map(rows, scored)
+    scored = score_hidden(model, params, hidden, tokens_BT[:, 1:].reshape(-1), num_top)
+    return jax.tree.map(lambda array: array.reshape(batch, width - 1, *array.shape[1:]), scored)

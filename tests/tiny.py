@@ -21,7 +21,7 @@ def config(**changes) -> ModelConfig:
     """A Llama of two layers over bytes and two special tokens."""
     fields = dict(
         architecture="llama", vocab_size=258, hidden_size=32, intermediate_size=64, num_layers=2,
-        num_heads=4, num_kv_heads=2, head_dim=8, max_model_len=512, tie_word_embeddings=True,
+        num_heads=4, num_kv_heads=2, head_dim=16, max_model_len=512, tie_word_embeddings=True,
         bos_token_id=BOS, eos_token_ids=(EOS,),
     )  # fmt: skip
     return ModelConfig(**(fields | changes))

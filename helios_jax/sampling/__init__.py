@@ -29,10 +29,13 @@ from helios_jax.sampling.arrays import (
 from helios_jax.sampling.draw import sample, sample_tokens, uniforms
 from helios_jax.sampling.history import TokenCounts, TokenHistory, init_history, update_history
 from helios_jax.sampling.logprobs import (
+    Logprobs,
     TokenLogprobs,
     TopLogprobs,
     chosen_logprobs,
+    init_logprobs,
     is_finite,
+    score_tokens,
     top_logprobs,
 )
 from helios_jax.sampling.params import MAX_LOGPROBS, SamplingParams
@@ -47,6 +50,7 @@ from helios_jax.sampling.warp import (
 
 __all__ = [
     "LogitBias",
+    "Logprobs",
     "MAX_LOGPROBS",
     "MinTokens",
     "Penalties",
@@ -61,6 +65,7 @@ __all__ = [
     "adjust_logits",
     "chosen_logprobs",
     "init_history",
+    "init_logprobs",
     "is_finite",
     "is_greedy",
     "is_stop_token",
@@ -69,6 +74,7 @@ __all__ = [
     "sample",
     "sample_tokens",
     "sampling_shapes",
+    "score_tokens",
     "stack_sampling",
     "temper_logits",
     "top_logprobs",

@@ -26,6 +26,42 @@ class TopLogprobs(NamedTuple):
     ids_BK: Array
 
 
+class Logprobs(NamedTuple):
+    """Of N tokens per row: what the model itself (before any filter) found of them.
+
+    chosen_BN: float32, log-probability of the token that is there.
+    ranks_BN: int32, 1 where it is the most probable one.
+    top_BNK, top_ids_BNK: the K most probable tokens, descending; K may be 0.
+
+    Entries beyond a row's tokens mean nothing.
+    """
+
+    chosen_BN: Array
+    ranks_BN: Array
+    top_BNK: Array
+    top_ids_BNK: Array
+
+
+def init_logprobs(batch: int, length: int, num_top: int) -> Logprobs:
+    """Room for N = `length` tokens per row."""
+    return Logprobs(
+        chosen_BN=jnp.zeros((batch, length), jnp.float32),
+        ranks_BN=jnp.zeros((batch, length), jnp.int32),
+        top_BNK=jnp.zeros((batch, length, num_top), jnp.float32),
+        top_ids_BNK=jnp.zeros((batch, length, num_top), jnp.int32),
+    )
+
+
+def score_tokens(logits_BV: Array, tokens_B: Array, num_top: int) -> Logprobs:
+    """`Logprobs` of one token per row, without the N axis."""
+    chosen = chosen_logprobs(logits_BV, tokens_B)
+    if num_top:
+        top_BK, ids_BK = top_logprobs(logits_BV, num_top)
+    else:
+        top_BK, ids_BK = jnp.zeros((len(tokens_B), 0)), jnp.zeros((len(tokens_B), 0), jnp.int32)
+    return Logprobs(chosen.logprob_B, chosen.rank_B, top_BK, ids_BK)
+
+
 def chosen_logprobs(logits_BV: Array, tokens_B: Array) -> TokenLogprobs:
     """Log-softmax of the model's logits at the rows' tokens, and the tokens' ranks.
 

@@ -1,0 +1,219 @@
+"""What passes from step to step, into it, and out of it? Pytrees of fixed shapes."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from helios_jax.cache.paged import KVPools, KVScales, init_pools
+from helios_jax.config import ModelConfig
+from helios_jax.engine.config import StepConfig
+from helios_jax.sampling import (
+    Logprobs,
+    SamplingArrays,
+    SamplingParams,
+    SamplingShapes,
+    stack_sampling,
+)
+from helios_jax.scheduler import (
+    Counters,
+    Requests,
+    SchedulerConfig,
+    SchedulerState,
+    init_requests,
+    init_scheduler,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Telemetry:
+    """Sums since the start; int32 that wraps, so read differences.
+
+    Attributes:
+      num_steps, num_rounds: steps, and the decode rounds in them.
+      num_decode_rows: rows that took part, summed over rounds.
+      num_prefill_tokens: tokens computed in chunks, recomputed ones included.
+      num_output_tokens: tokens drawn.
+      num_failed: requests ended by a NaN or an infinity.
+    """
+
+    num_steps: Array
+    num_rounds: Array
+    num_decode_rows: Array
+    num_prefill_tokens: Array
+    num_output_tokens: Array
+    num_failed: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EngineState:
+    """Everything that a step reads and writes; donated to it.
+
+    Attributes:
+      scheduler: request table and block pool.
+      pools: the keys and values.
+      scales: of the 8-bit formats; None for 1.
+      tokens_RS: int32, prompt and output of each row, S = max_model_len.
+      sampling: the rows' sampling parameters.
+      finish_reason_R: int32, as in `generation.GenerationState`.
+      telemetry: see there.
+    """
+
+    scheduler: SchedulerState
+    pools: KVPools
+    scales: KVScales | None
+    tokens_RS: Array
+    sampling: SamplingArrays
+    finish_reason_R: Array
+    telemetry: Telemetry
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Arrivals:
+    """What the host hands in: N new requests and A to call off.
+
+    Attributes:
+      requests: their hashes are filled in by `admit`.
+      tokens_NS: int32, prompts, padded at will.
+      sampling: of N rows, with the parts and widths of the state's.
+      shares_prefix_N: bool, whether the request may use and leave cached prefixes.
+      abort_ids_A: int32, request ids, -1 padded; they are called off before the new ones enter.
+    """
+
+    requests: Requests
+    tokens_NS: Array
+    sampling: SamplingArrays
+    shares_prefix_N: Array
+    abort_ids_A: Array
+
+
+class RowOutputs(NamedTuple):
+    """Tokens of some rows in one step.
+
+    request_id_B: int32, -1 where there is no row.
+    tokens_BN: int32, -1 beyond a row's tokens.
+    finish_reason_B: int32.
+    logprobs: of the tokens; None unless the variant has them.
+    """
+
+    request_id_B: Array
+    tokens_BN: Array
+    finish_reason_B: Array
+    logprobs: Logprobs | None
+
+
+class PromptLogprobs(NamedTuple):
+    """What the model found of the tokens that follow those of the chunk.
+
+    request_id_C, position_C: int32, request and position of the *scored* token; -1 where none.
+    token_C: int32; logprobs: without the B axis, N = C.
+    """
+
+    request_id_C: Array
+    position_C: Array
+    token_C: Array
+    logprobs: Logprobs
+
+
+class StepOutputs(NamedTuple):
+    """What the host reads of a step; nothing in it is shared with the state.
+
+    Attributes:
+      answer_N: `scheduler.submit`'s, for each arrival.
+      chunk: rows of the prefill chunk: N = 1, the token drawn after their last known one; None if
+        the variant has no chunk.
+      rounds: rows of the decode rounds; None if the variant has none.
+      prompt_logprobs: None unless the variant has them.
+      num_waiting, num_running, num_decoding: rows after the step; decoding ones among the running.
+      num_pending_tokens: tokens that waiting and running rows have yet to prefill.
+      max_known: longest running row, in tokens.
+      num_used_blocks: of the pool.
+      counters, telemetry: the scheduler's and the engine's.
+    """
+
+    answer_N: Array
+    chunk: RowOutputs | None
+    rounds: RowOutputs | None
+    prompt_logprobs: PromptLogprobs | None
+    num_waiting: Array
+    num_running: Array
+    num_decoding: Array
+    num_pending_tokens: Array
+    max_known: Array
+    num_used_blocks: Array
+    counters: Counters
+    telemetry: Telemetry
+
+
+def init_state(
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    config: StepConfig,
+    *,
+    shapes: SamplingShapes,
+    scales: KVScales | None = None,
+) -> EngineState:
+    """An engine with nothing in it."""
+    state = init_scheduler(scheduler)
+    R = scheduler.max_num_rows
+    zeros = {field.name: jnp.int32(0) for field in dataclasses.fields(Telemetry)}
+    return EngineState(
+        scheduler=state,
+        pools=init_pools(model, config.num_blocks),
+        scales=scales,
+        tokens_RS=jnp.zeros((R, scheduler.max_model_len), jnp.int32),
+        sampling=init_sampling(model, R, shapes),
+        finish_reason_R=jnp.zeros(R, jnp.int32),
+        telemetry=Telemetry(**zeros),
+    )
+
+
+def init_sampling(model: ModelConfig, num_rows: int, shapes: SamplingShapes) -> SamplingArrays:
+    """Room for the parameters of `num_rows` rows."""
+    params = [SamplingParams(temperature=0.0, seed=0)] * num_rows
+    return stack_sampling(params, vocab_size=model.vocab_size, shapes=shapes)
+
+
+def widen_sampling(
+    model: ModelConfig, sampling: SamplingArrays, shapes: SamplingShapes
+) -> SamplingArrays:
+    """The same parameters with room for `shapes`, at least what they had."""
+    wider = init_sampling(model, len(sampling.temperature_B), shapes)
+
+    def place(new: Array, old: Array | None, at_end: bool = False) -> Array:
+        if old is None:
+            return new
+        # Bad words stand flush right.
+        last = slice(new.shape[-1] - old.shape[-1], None) if at_end else slice(old.shape[-1])
+        index = (*(slice(size) for size in old.shape[:-1]), last)
+        return new.at[index if old.ndim > 1 else slice(None)].set(old)
+
+    def part(name: str):
+        new, old = getattr(wider, name), getattr(sampling, name)
+        if isinstance(new, tuple):
+            olds = old if old is not None else (None,) * len(new)
+            return type(new)(*map(place, new, olds))  # pyright: ignore[reportCallIssue]
+        return None if new is None else place(new, old, at_end=name == "bad_words_BWX")
+
+    return SamplingArrays(**{f.name: part(f.name) for f in dataclasses.fields(SamplingArrays)})
+
+
+def init_arrivals(
+    state: EngineState, num_requests: int, num_tokens: int, num_aborts: int, sampling
+) -> Arrivals:
+    """N absent requests on the host, to be filled in; `sampling` is that of N rows."""
+    max_blocks = state.scheduler.block_table_RM.shape[1]
+    return Arrivals(
+        requests=init_requests(num_requests, max_blocks),
+        tokens_NS=np.zeros((num_requests, num_tokens), np.int32),  # pyright: ignore[reportArgumentType]
+        sampling=sampling,
+        shares_prefix_N=np.ones(num_requests, bool),  # pyright: ignore[reportArgumentType]
+        abort_ids_A=np.full(num_aborts, -1, np.int32),  # pyright: ignore[reportArgumentType]
+    )

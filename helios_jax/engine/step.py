@@ -1,0 +1,638 @@
+"""What happens in one step of the engine? A pure function from state to state.
+
+    admit what arrived | schedule | copy and migrate blocks | a prefill chunk | decode rounds | commit
+
+The step is compiled per `Variant`: sizes that the host chooses from what it knows. They bound the
+work and never change a result: a row that does not fit them waits for the next step.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from helios_jax.cache.hashing import initial_hash, prompt_hashes
+from helios_jax.cache.masked import get_any, masked_set
+from helios_jax.cache.paged import (
+    KVPools,
+    KVScales,
+    PagedCache,
+    RowBlocks,
+    copy_blocks,
+    migrate_blocks,
+)
+from helios_jax.engine.config import StepConfig
+from helios_jax.engine.state import (
+    Arrivals,
+    EngineState,
+    PromptLogprobs,
+    RowOutputs,
+    StepOutputs,
+)
+from helios_jax.generation import LENGTH, NON_FINITE, RUNNING, STOP, score_hidden
+from helios_jax.sampling import (
+    Logprobs,
+    SamplingArrays,
+    TokenHistory,
+    init_history,
+    init_logprobs,
+    is_stop_token,
+    sample_tokens,
+    score_tokens,
+    update_history,
+)
+from helios_jax.scheduler import (
+    ACCEPTED,
+    FINISHED,
+    Plan,
+    SchedulerState,
+    Urgency,
+    abort,
+    advance,
+    commit,
+    grow,
+    hash_outputs,
+    is_wide_prompt,
+    schedule,
+    submit,
+)
+from helios_jax.scheduler import RUNNING as IS_RUNNING
+from helios_jax.scheduler.urgency import deadline
+from pallas_kernels.kv_format import format_of
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Sizes that a step is compiled for; static.
+
+    Attributes:
+      num_rows: rows that take part, B.
+      context_tokens: longest of them, with what the step adds.
+      chunk_tokens: room for prefill, C; 0 compiles none.
+      decodes: whether decode rounds are compiled.
+      has_narrow, has_wide: precisions of rows that take part.
+      num_logprobs, num_prompt_logprobs: most probable tokens reported beside the one that is there;
+        None compiles no logprobs.
+    """
+
+    num_rows: int
+    context_tokens: int
+    chunk_tokens: int = 0
+    decodes: bool = True
+    has_narrow: bool = True
+    has_wide: bool = False
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+
+class _Model(NamedTuple):
+    """The static half of a forward pass, and the parameters."""
+
+    model: Any
+    params: Any
+    config: StepConfig
+    variant: Variant
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a pass, T in all, packed.
+
+    rows_B: int32, -1 padded; starts_B: position of each row's first token; firsts_B: its place
+    among the T; counts_B: its tokens. index_T: which of the B rows; position_T; is_token_T: bool.
+    """
+
+    rows_B: Array
+    starts_B: Array
+    firsts_B: Array
+    counts_B: Array
+    index_T: Array
+    position_T: Array
+    is_token_T: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Work:
+    """What the chunk and the rounds change."""
+
+    scheduler: SchedulerState
+    pools: KVPools
+    tokens_RS: Array
+    finish_reason_R: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Rounds:
+    """What the loop over rounds carries.
+
+    Attributes:
+      active_B: bool, rows that go on.
+      history: of the B rows.
+      tokens_BN, num_tokens_B, logprobs: the outputs so far.
+      num_rounds, num_row_rounds: rounds, and rows that took part in them.
+      is_over: whether the scheduler must act before another round.
+    """
+
+    work: _Work
+    active_B: Array
+    history: TokenHistory | None
+    tokens_BN: Array
+    num_tokens_B: Array
+    logprobs: Logprobs | None
+    num_rounds: Array
+    num_row_rounds: Array
+    is_over: Array
+
+
+def engine_step(
+    params: Any,
+    state: EngineState,
+    arrivals: Arrivals | None,
+    now: Array,
+    max_rounds: Array,
+    *,
+    model: Any,
+    config: StepConfig,
+    variant: Variant,
+    urgency: Urgency = deadline,
+) -> tuple[EngineState, StepOutputs]:
+    """One step: admission, scheduling, a prefill chunk, decode rounds. Donate `state`.
+
+    Args:
+      params: the model's.
+      state: of `init_state`, or of the step before.
+      arrivals: None where nothing did; a host that compiles for many variants calls `admit` in a
+        program of its own instead, which is the same.
+      now: float32 seconds, never less than before.
+      max_rounds: int32, at most `config.max_rounds`.
+      model: a `Transformer`; static like the rest below.
+      urgency: the policy, see `scheduler.urgency`.
+    """
+    answer_N = jnp.zeros(0, jnp.int32)
+    if arrivals is not None:
+        state, answer_N = admit(state, arrivals, config=config)
+    served = _Model(model, params, config, variant)
+    scheduler, plan = _schedule(state.scheduler, variant, now, urgency)
+    pools = copy_blocks(state.pools, plan.copies, model.config.num_layers)
+    if config.has_two_precisions:
+        pools = migrate_blocks(
+            pools, plan.migration_sources_M, plan.migration_targets_M, model.config.num_layers,
+            config.narrow_dtype, config.wide_dtype, state.scales,
+        )  # fmt: skip
+    work = _Work(scheduler, pools, state.tokens_RS, state.finish_reason_R)
+
+    chunk = prompt_logprobs = rounds = None
+    num_prefilled = jnp.int32(0)
+    if variant.chunk_tokens:
+        work, chunk, prompt_logprobs, num_prefilled = _prefill(served, state, work, plan, now)
+    if variant.decodes:
+        loop, rows_B = _decode(served, state, work, plan, now, max_rounds)
+        work, rounds = loop.work, loop
+    return _finish(state, work, served, answer_N, chunk, prompt_logprobs, num_prefilled, rounds,
+                   rows_B if variant.decodes else None)  # fmt: skip
+
+
+def admit(
+    state: EngineState, arrivals: Arrivals, *, config: StepConfig
+) -> tuple[EngineState, Array]:
+    """Calls off what is to be called off, then puts new requests into the table.
+
+    Returns:
+      The state, and `scheduler.submit`'s answer to each request, int32 [N].
+    """
+    scheduler = abort(state.scheduler, arrivals.abort_ids_A)
+    requests = arrivals.requests
+    if config.enable_prefix_caching:
+        hash_NM2 = jax.vmap(partial(_prompt_hashes, scheduler))(
+            arrivals.tokens_NS, requests.num_prompt_N
+        )
+        shares_N11 = arrivals.shares_prefix_N[:, None, None]
+        requests = dataclasses.replace(
+            requests, hash_NM2=jnp.where(shares_N11, hash_NM2, jnp.uint32(0))
+        )
+    scheduler, row_N, answer_N = submit(scheduler, requests)
+    taken_N = answer_N == ACCEPTED
+
+    def put(table: Array, values: Array) -> Array:
+        return masked_set(table, row_N, values, taken_N)
+
+    width = min(arrivals.tokens_NS.shape[1], state.tokens_RS.shape[1])
+    column = jnp.arange(width)
+    rows = jnp.where(taken_N, row_N, state.tokens_RS.shape[0])[:, None]
+    state = dataclasses.replace(
+        state,
+        scheduler=scheduler,
+        tokens_RS=state.tokens_RS.at[rows, column].set(
+            arrivals.tokens_NS[:, :width], mode="drop"
+        ),
+        sampling=jax.tree.map(put, state.sampling, arrivals.sampling),
+        finish_reason_R=masked_set(state.finish_reason_R, row_N, RUNNING, taken_N),
+    )
+    return state, answer_N
+
+
+def _prompt_hashes(scheduler: SchedulerState, tokens_S: Array, num_prompt: Array) -> Array:
+    """Hashes of a prompt's full blocks at the precision it starts with, uint32 [M, 2]."""
+    M = scheduler.block_table_RM.shape[1]
+
+    def at(precision: int) -> Array:
+        block_tokens = scheduler.block_tokens[precision]
+        hashes = prompt_hashes(tokens_S, num_prompt, block_tokens, initial_hash(precision))[:M]
+        return jnp.pad(hashes, ((0, M - len(hashes)), (0, 0)))
+
+    if scheduler.block_tokens[0] == scheduler.block_tokens[1]:
+        return at(0)
+    return jnp.where(is_wide_prompt(scheduler, num_prompt), at(1), at(0))
+
+
+def _schedule(
+    scheduler: SchedulerState, variant: Variant, now: Array, urgency: Urgency
+) -> tuple[SchedulerState, Plan]:
+    """`schedule` within the variant's sizes."""
+    limits = scheduler.limits
+    most_tokens = max(variant.chunk_tokens, 1)
+    scheduler, plan = schedule(
+        dataclasses.replace(
+            scheduler,
+            limits=dataclasses.replace(
+                limits,
+                max_num_batched_tokens=jnp.minimum(limits.max_num_batched_tokens, most_tokens),
+                max_num_seqs=jnp.minimum(limits.max_num_seqs, variant.num_rows),
+            ),
+        ),
+        now,
+        urgency,
+    )
+    return dataclasses.replace(scheduler, limits=limits), plan
+
+
+def _prefill(
+    served: _Model, state: EngineState, work: _Work, plan: Plan, now: Array
+) -> tuple[_Work, RowOutputs, PromptLogprobs | None, Array]:
+    """The chunk: computes planned tokens and draws the next one of rows that are through."""
+    variant = served.variant
+    B, C = variant.num_rows, variant.chunk_tokens
+    scheduler = work.scheduler
+    rows_B, starts_B = plan.chunk_rows_R[:B], plan.chunk_starts_R[:B]
+    fits_B = _fits(served, scheduler, rows_B, starts_B + plan.chunk_counts_R[:B])
+    rows_B = jnp.where(fits_B, rows_B, -1)
+    counts_B = jnp.where(fits_B, plan.chunk_counts_R[:B], 0)
+    ends_B = jnp.cumsum(counts_B)
+    firsts_B = ends_B - counts_B
+    index_C = jnp.repeat(jnp.arange(B), counts_B, total_repeat_length=C)
+    place_C = jnp.arange(C)
+    tokens = _Tokens(
+        rows_B, starts_B, firsts_B, counts_B, index_C,
+        starts_B[index_C] + place_C - firsts_B[index_C], place_C < ends_B[-1],
+    )  # fmt: skip
+    through_B = fits_B & (counts_B == get_any(scheduler.num_pending_R, rows_B))
+    sampling_B = _rows_of(state.sampling, rows_B)
+
+    def run(work: _Work):
+        hidden_CD, pools = _hidden(served, state.scales, work, tokens, C, shape=(1, C))
+        last_B = jnp.maximum(firsts_B + counts_B - 1, 0)
+        logits_BV = _logits(served, hidden_CD[last_B])
+        history = _history(served, work, rows_B, sampling_B)
+        num_output_B = get_any(scheduler.num_output_R, rows_B)
+        drawn_B = sample_tokens(logits_BV, sampling_B, history, num_output_B)
+        drawn_B1 = jnp.where(through_B, drawn_B, -1)[:, None]
+        work, emitted_B1, _ = _emit(
+            dataclasses.replace(work, pools=pools), sampling_B, rows_B, drawn_B1,
+            through_B.astype(jnp.int32), counts_B, now,
+        )  # fmt: skip
+        logprobs = prompt = None
+        if variant.num_logprobs is not None:
+            scored = score_tokens(logits_BV, emitted_B1[:, 0], variant.num_logprobs)
+            logprobs = jax.tree.map(lambda x: x[:, None], scored)
+        if variant.num_prompt_logprobs is not None:
+            prompt = _score_prompt(served, work, tokens, hidden_CD)
+        return work, emitted_B1, logprobs, prompt
+
+    def skip(work: _Work):
+        logprobs = prompt = None
+        if variant.num_logprobs is not None:
+            logprobs = init_logprobs(B, 1, variant.num_logprobs)
+        if variant.num_prompt_logprobs is not None:
+            none_C = jnp.full(C, -1, jnp.int32)
+            empty = jax.tree.map(lambda x: x[0], init_logprobs(1, C, variant.num_prompt_logprobs))
+            prompt = PromptLogprobs(none_C, none_C, none_C, empty)
+        return work, jnp.full((B, 1), -1, jnp.int32), logprobs, prompt
+
+    num_tokens = ends_B[-1]
+    work, emitted_B1, logprobs, prompt = lax.cond(num_tokens > 0, run, skip, work)
+    return work, _outputs(work, rows_B, emitted_B1, logprobs), prompt, num_tokens
+
+
+def _score_prompt(
+    served: _Model, work: _Work, tokens: _Tokens, hidden_CD: Array
+) -> PromptLogprobs:
+    scheduler, row_C = work.scheduler, tokens.rows_B[tokens.index_T]
+    position_C = tokens.position_T + 1
+    token_C = work.tokens_RS.at[jnp.maximum(row_C, 0), position_C].get(mode="clip")
+    is_scored_C = tokens.is_token_T & (position_C < get_any(scheduler.num_prompt_R, row_C))
+    num_top = served.variant.num_prompt_logprobs
+    assert num_top is not None
+    return PromptLogprobs(
+        request_id_C=jnp.where(is_scored_C, get_any(scheduler.request_id_R, row_C), -1),
+        position_C=jnp.where(is_scored_C, position_C, -1),
+        token_C=token_C,
+        logprobs=score_hidden(served.model, served.params, hidden_CD, token_C, num_top),
+    )
+
+
+def _decode(
+    served: _Model, state: EngineState, work: _Work, plan: Plan, now: Array, max_rounds: Array
+) -> tuple[_Rounds, Array]:
+    """Decode rounds until the scheduler must act again, and the rows that took part.
+
+    That is when a block is lacking, when a row has finished or there is prefill to do while others
+    wait, or after `max_rounds`.
+    """
+    config, variant = served.config, served.variant
+    rows_B = plan.decode_rows_R[: variant.num_rows]
+    sampling_B = _rows_of(state.sampling, rows_B)
+    num_pending_R = work.scheduler.num_pending_R
+    prefills = plan.num_chunk_tokens > 0
+    prefills |= jnp.any(work.scheduler.is_running_R & (num_pending_R > 1))
+    max_rounds = jnp.minimum(max_rounds, jnp.where(prefills, 1, config.max_rounds))
+    logprobs = None
+    if variant.num_logprobs is not None:
+        logprobs = init_logprobs(len(rows_B), config.max_rounds, variant.num_logprobs)
+    loop = _Rounds(
+        work=work,
+        active_B=rows_B >= 0,
+        history=_history(served, work, rows_B, sampling_B),
+        tokens_BN=jnp.full((len(rows_B), config.max_rounds), -1, jnp.int32),
+        num_tokens_B=jnp.zeros(len(rows_B), jnp.int32),
+        logprobs=logprobs,
+        num_rounds=jnp.int32(0),
+        num_row_rounds=jnp.int32(0),
+        is_over=jnp.bool_(False),
+    )
+
+    def goes_on(loop: _Rounds) -> Array:
+        return (loop.num_rounds < max_rounds) & ~loop.is_over & jnp.any(loop.active_B)
+
+    def turn(loop: _Rounds) -> _Rounds:
+        return _round(served, state.scales, sampling_B, rows_B, plan.num_waiting, now, loop)
+
+    return lax.while_loop(goes_on, turn, loop), rows_B
+
+
+def _round(
+    served: _Model, scales, sampling_B, rows_B: Array, num_waiting: Array, now: Array,
+    loop: _Rounds,
+) -> _Rounds:  # fmt: skip
+    """One token for every active row."""
+    work = loop.work
+    start_B = get_any(work.scheduler.num_computed_R, rows_B)
+    fits_B = loop.active_B & _fits(served, work.scheduler, rows_B, start_B + 1)
+    scheduler, granted_B = grow(work.scheduler, jnp.where(fits_B, rows_B, -1), start_B + 1, 1)
+    work = dataclasses.replace(work, scheduler=scheduler)
+    live_B = jnp.where(granted_B, rows_B, -1)
+    B = len(rows_B)
+    ones_B = granted_B.astype(jnp.int32)
+    tokens = _Tokens(live_B, start_B, jnp.arange(B), ones_B, jnp.arange(B), start_B, granted_B)
+    hidden_BD, pools = _hidden(served, scales, work, tokens, 1, shape=(B, 1))
+    work = dataclasses.replace(work, pools=pools)
+    logits_BV = _logits(served, hidden_BD)
+    num_output_B = get_any(scheduler.num_output_R, rows_B)
+    drawn_B = sample_tokens(logits_BV, sampling_B, loop.history, num_output_B)
+    drawn_B1 = jnp.where(granted_B, drawn_B, -1)[:, None]
+    work, emitted_B1, num_emitted_B = _emit(
+        work, sampling_B, live_B, drawn_B1, ones_B, ones_B, now
+    )
+    ended_B = granted_B & (get_any(work.finish_reason_R, rows_B) != RUNNING)
+    logprobs = loop.logprobs
+    if logprobs is not None:
+        scored = score_tokens(logits_BV, emitted_B1[:, 0], logprobs.top_BNK.shape[-1])
+        logprobs = jax.tree.map(
+            lambda buffer, new: buffer.at[jnp.arange(B), loop.num_tokens_B].set(new, mode="drop"),
+            logprobs, scored,
+        )  # fmt: skip
+    column_B1 = jnp.where(emitted_B1 >= 0, loop.num_tokens_B[:, None], loop.tokens_BN.shape[1])
+    lacks = jnp.any(loop.active_B & ~granted_B)
+    return _Rounds(
+        work=work,
+        active_B=granted_B & ~ended_B,
+        history=update_history(loop.history, emitted_B1[:, 0], granted_B),
+        tokens_BN=loop.tokens_BN.at[jnp.arange(B)[:, None], column_B1].set(
+            emitted_B1, mode="drop"
+        ),
+        num_tokens_B=loop.num_tokens_B + num_emitted_B,
+        logprobs=logprobs,
+        num_rounds=loop.num_rounds + 1,
+        num_row_rounds=loop.num_row_rounds + jnp.sum(ones_B),
+        is_over=lacks | (jnp.any(ended_B) & (num_waiting > 0)),
+    )
+
+
+def _fits(served: _Model, scheduler: SchedulerState, rows_B: Array, end_B: Array) -> Array:
+    """Which rows the variant has room for, up to `end_B` tokens."""
+    variant = served.variant
+    is_wide_B = get_any(scheduler.is_wide_R, rows_B)
+    present_B = jnp.where(is_wide_B, variant.has_wide, variant.has_narrow)
+    if not served.config.has_two_precisions:
+        present_B = jnp.ones_like(is_wide_B)
+    return (rows_B >= 0) & present_B & (end_B <= variant.context_tokens)
+
+
+def _hidden(
+    served: _Model, scales, work: _Work, tokens: _Tokens, max_query_len: int, shape
+) -> tuple[Array, KVPools]:
+    """Runs the model on `tokens`: hidden states [T, D], and the pools with their KV entries."""
+    model, config = served.model, served.config
+    row_T = jnp.maximum(tokens.rows_B, 0)[tokens.index_T]
+    ids_T = work.tokens_RS.at[row_T, tokens.position_T].get(mode="clip")
+    positions_T = jnp.where(tokens.is_token_T, tokens.position_T, -1)
+    cache = PagedCache(
+        pools=work.pools,
+        rows=tuple(_row_blocks(served, work.scheduler, scales, tokens)),
+        num_blocks=config.num_blocks,
+        max_query_len=max_query_len,
+        backend=config.backend,
+    )
+    hidden, cache = model.apply(
+        served.params, ids_T.reshape(shape), positions_T.reshape(shape), cache, method="hidden"
+    )
+    return hidden.reshape(-1, hidden.shape[-1]), cache.pools
+
+
+def _row_blocks(served: _Model, scheduler: SchedulerState, scales: KVScales | None, tokens):
+    """`RowBlocks` of each precision that the variant has."""
+    config, variant = served.config, served.variant
+    named_B = tokens.rows_B >= 0
+    rows_B = jnp.maximum(tokens.rows_B, 0)
+    is_wide_B = scheduler.is_wide_R[rows_B]
+    precisions = [(False, config.narrow_dtype)]
+    if config.has_two_precisions:
+        present = (variant.has_narrow, variant.has_wide)
+        precisions = [(False, config.narrow_dtype), (True, config.wide_dtype)]
+        precisions = [pair for pair, there in zip(precisions, present, strict=True) if there]
+    for is_wide, kv_dtype in precisions:
+        block_tokens = format_of(kv_dtype).tokens_per_block
+        mine_B = named_B & (is_wide_B == is_wide) if config.has_two_precisions else named_B
+        width = math.ceil(variant.context_tokens / block_tokens)
+        table_BM = scheduler.block_table_RM[rows_B, :width]
+        block_T = table_BM.at[tokens.index_T, tokens.position_T // block_tokens].get(mode="clip")
+        slot_T = block_T * block_tokens + tokens.position_T % block_tokens
+        writes_T = tokens.is_token_T & mine_B[tokens.index_T]
+        yield RowBlocks(
+            block_table_BM=table_BM,
+            context_len_B=jnp.where(mine_B, tokens.starts_B + tokens.counts_B, 0),
+            query_start_B=tokens.firsts_B.astype(jnp.int32),
+            query_len_B=jnp.where(mine_B, tokens.counts_B, 0),
+            slot_T=jnp.where(writes_T, slot_T, -1),
+            scales=scales if format_of(kv_dtype).bits == 8 else None,
+            kv_dtype=kv_dtype,
+        )
+
+
+def _logits(served: _Model, hidden_BD: Array) -> Array:
+    return served.model.apply(served.params, hidden_BD, method="logits")
+
+
+def _rows_of(sampling: SamplingArrays, rows_B: Array) -> SamplingArrays:
+    return jax.tree.map(lambda table: get_any(table, rows_B), sampling)
+
+
+def _history(served: _Model, work: _Work, rows_B: Array, sampling_B) -> TokenHistory | None:
+    """What filters need of the rows' tokens, from the table: rows come and go between steps."""
+    scheduler = work.scheduler
+    width = min(served.variant.context_tokens, work.tokens_RS.shape[1])
+    return init_history(
+        work.tokens_RS[jnp.maximum(rows_B, 0), :width],
+        get_any(scheduler.num_prompt_R, rows_B),
+        sampling_B,
+        vocab_size=served.model.config.vocab_size,
+        lengths_B=get_any(scheduler.num_known_R, rows_B),
+    )
+
+
+def _emit(
+    work: _Work, sampling_B: SamplingArrays, rows_B: Array, drawn_BT: Array, num_drawn_B: Array,
+    num_computed_B: Array, now: Array,
+) -> tuple[_Work, Array, Array]:  # fmt: skip
+    """Adds drawn tokens to their rows and ends rows where they end.
+
+    A row ends with the first token that stops it, or at its maximum length; what was drawn after
+    that is dropped. A token of -1 among those drawn is a failure: the row ends without tokens, and
+    without the KV entries of this pass.
+
+    Args:
+      rows_B: int32, -1 for none.
+      drawn_BT: int32; the first `num_drawn_B` count.
+      num_computed_B: KV entries written for known tokens and kept drafts, were nothing dropped.
+
+    Returns:
+      The work, the tokens that were added [B, T] (-1 elsewhere), and their number.
+    """
+    scheduler = work.scheduler
+    T = drawn_BT.shape[1]
+    named_B = rows_B >= 0
+    place_T = jnp.arange(T)
+    is_drawn_BT = named_B[:, None] & (place_T < num_drawn_B[:, None])
+    failed_B = jnp.any(is_drawn_BT & (drawn_BT < 0), axis=1)
+    known_B = get_any(scheduler.num_known_R, rows_B)
+    room_B = get_any(scheduler.max_known_R, rows_B) - known_B
+    stops_BT = jax.vmap(partial(is_stop_token, sampling_B), in_axes=1, out_axes=1)(drawn_BT)
+    stopped_before_BT = jnp.cumsum(stops_BT, axis=1) - stops_BT > 0
+    kept_BT = is_drawn_BT & ~failed_B[:, None] & ~stopped_before_BT
+    kept_BT &= place_T < room_B[:, None]
+    num_kept_B = jnp.sum(kept_BT, axis=1, dtype=jnp.int32)
+    is_stopped_B = jnp.any(kept_BT & stops_BT, axis=1)
+    num_dropped_B = jnp.where(named_B, num_drawn_B, 0) - num_kept_B
+    emitted_BT = jnp.where(kept_BT, drawn_BT, -1)
+
+    R, S = work.tokens_RS.shape
+    row_B1 = jnp.where(named_B, rows_B, R)[:, None]
+    column_BT = jnp.where(kept_BT, known_B[:, None] + place_T, S)
+    tokens_RS = work.tokens_RS.at[row_B1, column_BT].set(emitted_BT, mode="drop")
+    scheduler = advance(
+        scheduler,
+        jnp.where(failed_B, -1, rows_B),
+        num_computed_B - num_dropped_B,
+        num_kept_B,
+        is_stopped_B,
+        now,
+    )
+    is_finished_B = get_any(scheduler.status_R, rows_B) == FINISHED
+    reason_B = jnp.where(is_stopped_B, STOP, jnp.where(is_finished_B, LENGTH, RUNNING))
+    reason_B = jnp.where(failed_B, NON_FINITE, reason_B)
+    finish_reason_R = masked_set(work.finish_reason_R, rows_B, reason_B, named_B)
+    return _Work(scheduler, work.pools, tokens_RS, finish_reason_R), emitted_BT, num_kept_B
+
+
+def _outputs(work: _Work, rows_B: Array, tokens_BN: Array, logprobs: Logprobs | None):
+    named_B = rows_B >= 0
+    return RowOutputs(
+        request_id_B=jnp.where(named_B, get_any(work.scheduler.request_id_R, rows_B), -1),
+        tokens_BN=tokens_BN,
+        finish_reason_B=jnp.where(named_B, get_any(work.finish_reason_R, rows_B), RUNNING),
+        logprobs=logprobs,
+    )
+
+
+def _finish(
+    state: EngineState, work: _Work, served: _Model, answer_N: Array, chunk: RowOutputs | None,
+    prompt_logprobs: PromptLogprobs | None, num_prefilled: Array, loop: _Rounds | None,
+    rows_B: Array | None,
+) -> tuple[EngineState, StepOutputs]:  # fmt: skip
+    """Commits the step and says what the host may read of it."""
+    rounds = None
+    if loop is not None and rows_B is not None:
+        rounds = _outputs(loop.work, rows_B, loop.tokens_BN, loop.logprobs)
+    scheduler = work.scheduler
+    # Failed rows leave before the commit: their blocks may hold NaN and must not be found again.
+    failed_R = scheduler.is_running_R & (work.finish_reason_R == NON_FINITE)
+    scheduler = abort(scheduler, jnp.where(failed_R, scheduler.request_id_R, -1))
+    if served.config.enable_prefix_caching:
+        scheduler = hash_outputs(scheduler, work.tokens_RS)
+    scheduler = commit(scheduler)
+
+    telemetry = state.telemetry
+    num_output = jnp.int32(0)
+    for outputs in (chunk, rounds):
+        if outputs is not None:
+            num_output += jnp.sum(outputs.tokens_BN >= 0, dtype=jnp.int32)
+    telemetry = dataclasses.replace(
+        telemetry,
+        num_steps=telemetry.num_steps + 1,
+        num_rounds=telemetry.num_rounds + (0 if loop is None else loop.num_rounds),
+        num_decode_rows=telemetry.num_decode_rows + (0 if loop is None else loop.num_row_rounds),
+        num_prefill_tokens=telemetry.num_prefill_tokens + num_prefilled,
+        num_output_tokens=telemetry.num_output_tokens + num_output,
+        num_failed=telemetry.num_failed + jnp.sum(failed_R, dtype=jnp.int32),
+    )
+    is_running_R, pending_R = scheduler.status_R == IS_RUNNING, scheduler.num_pending_R
+    prefills_R = scheduler.is_waiting_R | (is_running_R & (pending_R > 1))
+    outputs = StepOutputs(
+        answer_N=answer_N,
+        chunk=chunk,
+        rounds=rounds,
+        prompt_logprobs=prompt_logprobs,
+        num_waiting=jnp.sum(scheduler.is_waiting_R, dtype=jnp.int32),
+        num_running=jnp.sum(is_running_R, dtype=jnp.int32),
+        num_decoding=jnp.sum(is_running_R & (pending_R == 1), dtype=jnp.int32),
+        num_pending_tokens=jnp.sum(jnp.where(prefills_R, pending_R, 0), dtype=jnp.int32),
+        max_known=jnp.max(jnp.where(is_running_R, scheduler.num_known_R, 0)),
+        num_used_blocks=scheduler.pool.num_blocks - scheduler.pool.num_free,
+        counters=scheduler.counters,
+        telemetry=telemetry,
+    )
+    state = EngineState(
+        scheduler=scheduler,
+        pools=work.pools,
+        scales=state.scales,
+        tokens_RS=work.tokens_RS,
+        sampling=state.sampling,
+        finish_reason_R=work.finish_reason_R,
+        telemetry=telemetry,
+    )
+    return state, outputs
