@@ -94,11 +94,13 @@ def test_ranges_are_the_largest_magnitudes(llm):
     normed = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + llm.config.rms_norm_eps)
     normed = normed * np.asarray(tree["layers_0"]["attention_norm"]["scale"])
     qkv = np.asarray(tree["layers_0"]["attention"]["qkv"]["kernel"])
-    value = (normed @ qkv[:, -2 * 8 :]).reshape(2, 48, 2, 8)
+    width = 2 * llm.config.head_dim
+    value = (normed @ qkv[:, -width:]).reshape(2, 48, 2, -1)
     np.testing.assert_allclose(ranges.v_LK[0], np.abs(value).max(axis=(0, 1, 3)), rtol=1e-4)
     larger = jax.tree.map(lambda leaf: leaf, llm.params)
     kernel = larger["params"]["layers_0"]["attention"]["qkv"]["kernel"]
-    larger["params"]["layers_0"]["attention"]["qkv"]["kernel"] = kernel.at[:, 32:48].multiply(3)
+    kernel = kernel.at[:, -2 * width : -width].multiply(3)
+    larger["params"]["layers_0"]["attention"]["qkv"]["kernel"] = kernel
     again = kv_ranges(llm.model, larger, tokens_BT)
     np.testing.assert_allclose(again.k_LK[0], 3 * ranges.k_LK[0], rtol=1e-4)
 
@@ -138,7 +140,7 @@ def test_ranges_of_lengths_add_up(llm):
 
 def test_bytes_of_a_sequence():
     """2 layers x 2 heads x 8 elements, keys and values, 64 tokens: 4,096 values."""
-    config = tiny.config()
+    config = tiny.config(head_dim=8)
     sizes = {name: kv_bytes_per_sequence(config, name, 64) for name in KV_DTYPES}
     assert sizes == {
         "float32": 16384, "bfloat16": 8192, "float16": 8192,
