@@ -3,12 +3,15 @@
     calibration = load_calibration([Path("traffic.jsonl")], checkpoint.tokenizer)
     leaves = quantize(checkpoint, Recipe("awq", Scheme(4, 64)), calibration, work_folder)
 
-`helios quantize` and `helios evaluate` are these functions on the command line. A single layer is
-`quantize_layer`; a single linear is `helios_jax.quant`'s. `results/` holds what was measured.
+`helios quantize`, `helios evaluate` and `helios calibrate-kv` are these functions on the command
+line. A single layer is `quantize_layer`; a single linear is `helios_jax.quant`'s. `results/` holds
+what was measured.
 """
 
 from helios_jax.calibrate.data import Calibration, load_calibration
 from helios_jax.calibrate.evaluation import evaluate, to_markdown
+from helios_jax.calibrate.kv_evaluation import evaluate_kv, kv_markdown
+from helios_jax.calibrate.kv_precision import KV_DTYPES, KVRanges, RoundedKV, kv_ranges, scales_of
 from helios_jax.calibrate.layerwise import LayerResult, advance, quantize_layer
 from helios_jax.calibrate.quantizing import LayerReport, quantize
 from helios_jax.calibrate.recipe import DEFAULT_RULES, METHODS, Recipe, Rule
@@ -24,12 +27,15 @@ from helios_jax.calibrate.workspace import discard
 
 __all__ = [
     "DEFAULT_RULES",
+    "KV_DTYPES",
     "METHODS",
     "Calibration",
+    "KVRanges",
     "LayerReport",
     "LayerResult",
     "Recipe",
     "Reference",
+    "RoundedKV",
     "Rule",
     "Scores",
     "Windows",
@@ -37,10 +43,14 @@ __all__ = [
     "cut_windows",
     "discard",
     "evaluate",
+    "evaluate_kv",
+    "kv_markdown",
+    "kv_ranges",
     "load_calibration",
     "mean_scores",
     "quantize",
     "quantize_layer",
+    "scales_of",
     "score",
     "to_markdown",
 ]

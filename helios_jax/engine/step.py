@@ -228,9 +228,7 @@ def admit(
     state = dataclasses.replace(
         state,
         scheduler=scheduler,
-        tokens_RS=state.tokens_RS.at[rows, column].set(
-            arrivals.tokens_NS[:, :width], mode="drop"
-        ),
+        tokens_RS=state.tokens_RS.at[rows, column].set(arrivals.tokens_NS[:, :width], mode="drop"),
         sampling=jax.tree.map(put, state.sampling, arrivals.sampling),
         finish_reason_R=masked_set(state.finish_reason_R, row_N, RUNNING, taken_N),
     )
@@ -329,9 +327,7 @@ def _prefill(
     return work, _outputs(work, rows_B, emitted_B1, logprobs), prompt, num_tokens
 
 
-def _score_prompt(
-    served: _Model, work: _Work, tokens: _Tokens, hidden_CD: Array
-) -> PromptLogprobs:
+def _score_prompt(served: _Model, work: _Work, tokens: _Tokens, hidden_CD: Array) -> PromptLogprobs:
     scheduler, row_C = work.scheduler, tokens.rows_B[tokens.index_T]
     position_C = tokens.position_T + 1
     token_C = work.tokens_RS.at[jnp.maximum(row_C, 0), position_C].get(mode="clip")
@@ -405,9 +401,7 @@ def _round(
     num_output_B = get_any(scheduler.num_output_R, rows_B)
     drawn_B = sample_tokens(logits_BV, sampling_B, loop.history, num_output_B)
     drawn_B1 = jnp.where(granted_B, drawn_B, -1)[:, None]
-    work, emitted_B1, num_emitted_B = _emit(
-        work, sampling_B, live_B, drawn_B1, ones_B, ones_B, now
-    )
+    work, emitted_B1, num_emitted_B = _emit(work, sampling_B, live_B, drawn_B1, ones_B, ones_B, now)
     ended_B = granted_B & (get_any(work.finish_reason_R, rows_B) != RUNNING)
     logprobs = loop.logprobs
     if logprobs is not None:
@@ -422,9 +416,7 @@ def _round(
         work=work,
         active_B=granted_B & ~ended_B,
         history=update_history(loop.history, emitted_B1[:, 0], granted_B),
-        tokens_BN=loop.tokens_BN.at[jnp.arange(B)[:, None], column_B1].set(
-            emitted_B1, mode="drop"
-        ),
+        tokens_BN=loop.tokens_BN.at[jnp.arange(B)[:, None], column_B1].set(emitted_B1, mode="drop"),
         num_tokens_B=loop.num_tokens_B + num_emitted_B,
         logprobs=logprobs,
         num_rounds=loop.num_rounds + 1,
