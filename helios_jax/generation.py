@@ -174,7 +174,9 @@ def prefill(
         cache=cache.grow(num_slots),
         history=init_history(tokens_BT, lengths_B, sampling, vocab_size=vocab_size),
         tokens_BN=jnp.full((batch, max_new_tokens), -1, jnp.int32),
-        logprobs=None if num_logprobs is None else init_logprobs(batch, max_new_tokens, num_logprobs),
+        logprobs=None
+        if num_logprobs is None
+        else init_logprobs(batch, max_new_tokens, num_logprobs),
         positions_B=lengths_B - 1,
         finish_reason_B=jnp.where(lengths_B > 0, RUNNING, LENGTH).astype(jnp.int32),
         num_steps=jnp.int32(0),
