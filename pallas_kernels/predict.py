@@ -90,6 +90,11 @@ def seconds(
     return launches + max(memory, chain, issue, tensor) * waves
 
 
+# Bars set beforehand: the longest 64 rows may take, in times of 16; how much faster FP8 KV must be
+# than 16-bit KV where the batch is large and contexts are long.
+MANY_ROWS_BAR = 1.6
+FP8_BAR = 1.5
+
 # Targets on an H200 in microseconds, set before anything was written, from fits to other engines'
 # published times. int4_matmul: (N, K) at up to 16 rows, 4 bits, groups of 128.
 INT4_TARGETS = {

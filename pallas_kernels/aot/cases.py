@@ -23,6 +23,7 @@ class Compile:
 
     `config` None takes what a call would take. In a `critical` case, one of a model's shapes,
     narrow loads of weights or of keys and values are an error; elsewhere they are reported.
+    `also` names the devices that get the same code, and for which it is judged too.
     """
 
     op: str
@@ -31,6 +32,7 @@ class Compile:
     config: dict | None = None
     critical: bool = False
     num_devices: int = 1
+    also: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -187,6 +189,10 @@ def all_cases(devices: tuple[str, ...] = tuple(DEVICES)) -> list[Compile]:
     seen: dict[tuple, Compile] = {}
     for device in devices:
         for c in (*tuned(device), *edges(device)):
-            key = (DEVICES[device].arch, c.op, str(c.case), str(c.config), c.num_devices)
-            seen.setdefault(key, c)
+            of = DEVICES[device]
+            key = (of.arch, of.num_sms, c.op, str(c.case), str(c.config), c.num_devices)
+            if key in seen:
+                seen[key] = dataclasses.replace(seen[key], also=(*seen[key].also, device))
+            else:
+                seen[key] = c
     return list(seen.values())
