@@ -1,7 +1,6 @@
 """Does paged_attention agree with float64 on the dequantised keys and values, on every backend?"""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -77,11 +76,17 @@ def expected(positional, keyword):
     return out, bound
 
 
+# One jit for the file, so that calls alike but for their values compile once.
+_jitted = jax.jit(
+    paged_attention,
+    static_argnames=(
+        "kv_dtype", "max_query_len", "sliding_window", "soft_cap", "backend", "config",
+    ),
+)  # fmt: skip
+
+
 def run(positional, keyword, backend, **options):
-    arrays = {k: v for k, v in keyword.items() if isinstance(v, np.ndarray | jax.Array)}
-    static = {k: v for k, v in keyword.items() if k not in arrays} | options
-    call = functools.partial(paged_attention, **static, backend=backend)
-    return np.asarray(jax.jit(call)(*positional, **arrays))
+    return np.asarray(_jitted(*positional, **keyword, **options, backend=backend))
 
 
 def check(positional, keyword, backend, **options):
@@ -273,9 +278,7 @@ def test_changing_a_scale_compiles_nothing():
     )
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(st.data())
-def test_drawn_shapes(data):
+def _check_drawn(data):
     rows = []
     for _ in range(data.draw(st.integers(1, 4))):
         context = data.draw(st.integers(0, 90))
@@ -300,6 +303,19 @@ def test_drawn_shapes(data):
     if case.num_tokens:
         check(positional, keyword, "interpret", config=cut)
         check(positional, keyword, "xla")
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(st.data())
+def test_drawn_shapes(data):
+    _check_drawn(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_many_drawn_shapes(data):
+    _check_drawn(data)
 
 
 @pytest.mark.parametrize(
