@@ -4,6 +4,8 @@
     python -m pallas_kernels.aot --device h100 h200  a part of it: these devices (one compilation
                                                      serves both, their code is the same)
     python -m pallas_kernels.aot --reduced           each code path once (continuous integration)
+    python -m pallas_kernels.aot --resume FOLDER     keeps what each compilation gave in FOLDER, and
+                                                     takes from there what the same sources gave
     python -m pallas_kernels.aot --out FILE          writes the table, device by device, as JSON;
                                                      devices of other runs stay in the file
     python -m pallas_kernels.aot --predict h200 h100 rewrites their predictions in tuned/
@@ -31,6 +33,8 @@ The last complete run is in results/, one file per version of jax.
 import argparse
 import dataclasses
 import datetime
+import functools
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -89,7 +93,9 @@ def main() -> int:
     results: list[tuple[Compile, dict]] = []
     print(report.HEADER)
     with ThreadPoolExecutor(options.jobs) as pool:
-        run = _run_first_that_fits if options.predict else _run
+        run = functools.partial(
+            _run_first_that_fits if options.predict else _run, kept=options.resume
+        )
         for compiled, outcome in zip(todo, pool.map(run, todo), strict=True):
             for device in (compiled.device, *compiled.also):
                 c = dataclasses.replace(compiled, device=device)
@@ -174,8 +180,39 @@ def _code_of(device_key: str) -> tuple[str, int]:
     return DEVICES[device_key].arch, DEVICES[device_key].num_sms
 
 
-def _run(c: Compile) -> dict | str:
-    """The compiled facts of a case, or what went wrong."""
+def _run(c: Compile, kept: Path | None = None) -> dict | str:
+    """The compiled facts of a case, from `kept` where they are there, or what went wrong."""
+    if kept is None:
+        return _compile(c)
+    path = kept / f"{_sources(c.config is None)}_{_key(c)}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    outcome = _compile(c)
+    kept.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(outcome))
+    return outcome
+
+
+def _key(c: Compile) -> str:
+    """What of a case decides its code."""
+    of = [c.op, *_code_of(c.device), c.case, c.config, c.num_devices]
+    return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _sources(with_tables: bool) -> str:
+    """What else decides it: the sources, the versions and, for calls that look it up, tuned/."""
+    folder = Path(__file__).parents[1]
+    here = (Path("aot/__main__.py"), Path("aot/report.py"), Path("aot/judge.py"))
+    paths = [p for p in sorted(folder.rglob("*.py")) if p.relative_to(folder) not in here]
+    paths += sorted(folder.glob("tuned/*.json")) if with_tables else []
+    digest = hashlib.sha256(json.dumps(_versions()).encode())
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(c: Compile) -> dict | str:
     request = json.dumps(dataclasses.asdict(c))
     try:
         run = subprocess.run(
@@ -192,7 +229,7 @@ def _run(c: Compile) -> dict | str:
     return json.loads(run.stdout)
 
 
-def _run_first_that_fits(c: Compile) -> dict | str:
+def _run_first_that_fits(c: Compile, kept: Path | None = None) -> dict | str:
     """Like `_run`, trying smaller configurations than the rule's until one does not spill.
 
     Whether the assembler spills hangs on details (it caps small programs at 128 registers on
@@ -201,7 +238,7 @@ def _run_first_that_fits(c: Compile) -> dict | str:
     outcome = ""
     for config in _ever_smaller(c):
         attempt = dataclasses.replace(c, config=dataclasses.asdict(config))
-        outcome = _run(attempt)
+        outcome = _run(attempt, kept)
         if not isinstance(outcome, str) and not judge(attempt, outcome):
             break
     return outcome

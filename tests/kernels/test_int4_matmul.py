@@ -68,8 +68,7 @@ def expected(positional, keyword, correlated=False):
     return y, bound
 
 
-# One jit for the file, so that calls alike but for their values compile once (and a third as long as
-# without jit).
+# One jit for the file, so that calls alike but for their values compile once.
 _jitted = jax.jit(
     int4_matmul,
     static_argnames=(
