@@ -23,8 +23,9 @@ loop.
 
 Columns: registers a thread; shared memory a block; resident warps an SM and KB of weight or KV in
 flight an SM (30 needed on an H200); bytes a thread loads of the weight or KV at once (16 is the
-most; where it is less, the end of the line says why); arithmetic PTX instructions per weight or KV
-element in the main loop, addresses and softmax included; predicted and least possible time, their
+most; where it is less, the end of the line says why); arithmetic instructions per weight or KV
+element in the main loop, addresses and softmax included (of PTX: the machine code has a few more
+moves); what limits the predicted time (see `predict`); that time, the least possible one, their
 ratio, and the target. Nothing here was measured on a GPU.
 
 The last complete run is in results/, one file per version of jax.
@@ -67,6 +68,7 @@ def main() -> int:
         "--predict", nargs="+", choices=tuple(DEVICES), help="rewrite predicted entries of tuned/"
     )
     parser.add_argument("--jobs", type=int, default=2, help="compiling processes at a time")
+    parser.add_argument("--resume", type=Path, help="folder of compilations already made")
     parser.add_argument(
         "--out", type=Path, help="JSON file of the table; keeps other devices' part"
     )
@@ -201,10 +203,11 @@ def _key(c: Compile) -> str:
 
 @functools.cache
 def _sources(with_tables: bool) -> str:
-    """What else decides it: the sources, the versions and, for calls that look it up, tuned/."""
+    """What else decides it: versions, sources that do not judge, tuned/ where it is looked up."""
     folder = Path(__file__).parents[1]
-    here = (Path("aot/__main__.py"), Path("aot/report.py"), Path("aot/judge.py"))
-    paths = [p for p in sorted(folder.rglob("*.py")) if p.relative_to(folder) not in here]
+    judging = {folder / name for name in ("predict.py", "aot/__main__.py", "aot/report.py",
+                                          "aot/judge.py")}  # fmt: skip
+    paths = [p for p in sorted(folder.rglob("*.py")) if p not in judging]
     paths += sorted(folder.glob("tuned/*.json")) if with_tables else []
     digest = hashlib.sha256(json.dumps(_versions()).encode())
     for path in paths:

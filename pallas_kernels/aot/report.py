@@ -1,5 +1,6 @@
 """What does the table say about a compiled case, and all of it together about a device?"""
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -15,11 +16,11 @@ from pallas_kernels.paged_attention.shapes import Case as AttentionCase
 WIDEST_LOAD = 16
 COLUMNS = (
     "case", "registers", "shared_bytes", "warps", "kb_in_flight", "load_bytes", "alu_per_element",
-    "microseconds", "floor_microseconds", "share_of_floor", "target_microseconds", "note",
+    "limit", "microseconds", "floor_microseconds", "share_of_floor", "target_microseconds", "note",
 )  # fmt: skip
 HEADER = (
     f"{'case':58} {'device':6} {'regs':>4} {'smem':>6} {'warps':>5} {'KB fly':>6} {'load':>4} "
-    f"{'alu/el':>6} {'us':>8} {'floor':>8} {'share':>5} {'target':>6}"
+    f"{'alu/el':>6} {'limit':6} {'us':>8} {'floor':>8} {'share':>5} {'target':>6}"
 )
 
 
@@ -44,7 +45,7 @@ def record(c: Compile, facts: dict) -> dict[str, Any]:
             alu_per_element=round(estimated["alu_per_element"], 2),
             target_microseconds=estimated["target"],
         )
-        for name in ("microseconds", "floor_microseconds", "share_of_floor"):
+        for name in ("limit", "microseconds", "floor_microseconds", "share_of_floor"):
             found[name] = estimated[name]
     return found
 
@@ -62,7 +63,7 @@ def row(device_key: str, line: dict[str, Any]) -> str:
         (
             f"{line['case']:58} {device_key:6}", shown("registers", 4), shown("shared_bytes", 6),
             shown("warps", 5), shown("kb_in_flight", 6), shown("load_bytes", 4),
-            shown("alu_per_element", 6, 2), shown("microseconds", 8, 1),
+            shown("alu_per_element", 6, 2), shown("limit", 6), shown("microseconds", 8, 1),
             shown("floor_microseconds", 8, 2), shown("share_of_floor", 5, 2),
             shown("target_microseconds", 6), line["note"] or "",
         )
@@ -98,7 +99,7 @@ def estimate(c: Compile, facts: dict) -> dict[str, Any] | None:
     loop = kernel["loop"]
     warps = launch["threads"] // 32
     cost = Cost(**facts["cost"])
-    time = predict.seconds(
+    predicted = predict.prediction(
         device,
         cost,
         occ,
@@ -108,10 +109,11 @@ def estimate(c: Compile, facts: dict) -> dict[str, Any] | None:
         num_kernels=len(facts["launches"]),
         extra_bytes=8 * splits * parts if splits > 1 else 0,
     )
-    floor = cost.floor_seconds(device)
+    floor, time = cost.floor_seconds(device), predicted.seconds
     return dict(
         occupancy=occ,
         alu_per_element=loop["alu"] * launch["threads"] / elements,
+        limit=predicted.limit,
         microseconds=round(time * 1e6, 1),
         floor_microseconds=round(floor * 1e6, 3),
         share_of_floor=round(floor / time, 4),
@@ -166,32 +168,42 @@ def _target(c: Compile, case) -> int | None:
 
 def bars(device_key: str, results: list[tuple[Compile, dict]]) -> list[str]:
     """Predicted ratios beside the bars set for them: many rows to few, FP8 KV to bfloat16 KV."""
-    times = {}
+    figures = {}
     for c, facts in results:
         estimated = estimate(c, facts) if c.device == device_key and c.critical else None
         if estimated is not None:
-            times[c.op, cases.case_of(c.op, c.case)] = estimated["microseconds"]
-    rows, formats = [], []
-    for (op, case), time in times.items():
+            figures[c.op, cases.case_of(c.op, c.case)] = estimated
+    rows, formats, over, under = [], [], [], []
+    for (op, case), found in figures.items():
         if op == "int4_matmul" and case.M == 64:
-            few = times.get((op, dataclasses.replace(case, M=16)))
-            rows += [time / few] if few else []
+            few = figures.get((op, dataclasses.replace(case, M=16)))
+            if few:
+                rows.append(found["microseconds"] / few["microseconds"])
+                over += [found["limit"]] if rows[-1] > predict.MANY_ROWS_BAR else []
         if op == "paged_attention" and case.kv_dtype == "fp8_e4m3":
-            wide = times.get((op, dataclasses.replace(case, kv_dtype="bfloat16", scales=False)))
-            if wide and case.max_query_len == 1 and len(case.rows) >= 16:
-                formats += [wide / time] if case.rows[0][0] >= 4096 else []
+            wide = figures.get((op, dataclasses.replace(case, kv_dtype="bfloat16", scales=False)))
+            long = case.rows[0][0] >= 4096 and len(case.rows) >= 16
+            if wide and long and case.max_query_len == 1:
+                formats.append(wide["microseconds"] / found["microseconds"])
+                under += [found["limit"]] if formats[-1] < predict.FP8_BAR else []
     lines = []
     if rows:
-        bar = predict.MANY_ROWS_BAR
         lines.append(
-            f"{device_key}: 64 rows take {min(rows):.1f} to {max(rows):.1f} times as long as up to "
-            f"16 (bar: at most {bar}); {sum(r > bar for r in rows)} of {len(rows)} weights are over"
+            f"{device_key}: 64 rows take {min(rows):.1f} to {max(rows):.1f} times as long as 1 to "
+            f"16 (bar: at most {predict.MANY_ROWS_BAR}); {len(over)} of {len(rows)} weights over"
+            + _limits(over)
         )
     if formats:
-        bar = predict.FP8_BAR
         lines.append(
             f"{device_key}: FP8 KV is {min(formats):.1f} to {max(formats):.1f} times as fast as "
-            f"bfloat16 KV at 64 rows from 4k keys on (bar: at least {bar}); "
-            f"{sum(r < bar for r in formats)} of {len(formats)} shapes are under"
+            f"bfloat16 KV at 64 rows from 4k keys on (bar: at least {predict.FP8_BAR}); "
+            f"{len(under)} of {len(formats)} shapes under" + _limits(under)
         )
     return lines
+
+
+def _limits(names: list[str]) -> str:
+    """ ", limited by tensor (3), chain (1)"; nothing where there are none."""
+    counted = collections.Counter(names).most_common()
+    shown = ", ".join(f"{name} ({number})" for name, number in counted)
+    return f", limited by {shown}" if shown else ""

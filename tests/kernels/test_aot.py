@@ -1,5 +1,6 @@
 """Does the compile check read compiled code right, and fail on what it must fail on?"""
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels.aot import __main__ as command
 from pallas_kernels.aot import cases, ptx, report
 from pallas_kernels.aot.cases import Compile
 from pallas_kernels.aot.judge import judge
@@ -121,7 +123,8 @@ def test_bars_compare_many_rows_with_few_and_fp8_with_bfloat16():
         for M, facts in ((16, few), (64, many))
     ]
     [line] = report.bars("h200", results)
-    assert "64 rows take 4.0 to 4.0 times" in line and "1 of 1 weights are over" in line
+    assert "64 rows take 4.0 to 4.0 times" in line
+    assert line.endswith("1 of 1 weights over, limited by memory (1)")
     assert report.bars("a100", results) == []
 
 
@@ -132,6 +135,38 @@ def test_one_compilation_serves_devices_with_the_same_code():
     }  # fmt: skip
     judged = {d for c in every for d in (c.device, *c.also)}
     assert judged == set(DEVICES)
+
+
+def test_a_stopped_run_is_resumed(tmp_path, monkeypatch):
+    """What was compiled is taken from the folder; other cases, configurations, sources are not."""
+    compiled = []
+    monkeypatch.setattr(command, "_compile", lambda c: compiled.append(c) or dict(seen=c.case))
+    for _ in range(2):
+        assert command._run(CASE, tmp_path) == dict(seen=CASE.case)
+    assert len(compiled) == 1
+    command._run(dataclasses.replace(CASE, config=dict(block_n=64)), tmp_path)
+    command._run(dataclasses.replace(CASE, device="a100"), tmp_path)
+    command._run(dataclasses.replace(CASE, critical=False, also=("h100",)), tmp_path)
+    assert len(compiled) == 3
+    monkeypatch.setattr(command, "_sources", lambda with_tables: "changed")
+    command._run(CASE, tmp_path)
+    assert len(compiled) == 4
+
+
+def test_kept_table_replaces_the_devices_of_the_run(tmp_path):
+    path = tmp_path / "results" / "table.json"
+    config = dict(block_n=16, block_m=16, block_k=64, split_k=1, scaling="pre", num_warps=2,
+                  num_stages=3)  # fmt: skip
+    facts = good_facts() | dict(
+        config=config, cost=dict(bytes_read=2**20, bytes_written=0, flops=2**20)
+    )
+    a100 = dataclasses.replace(CASE, device="a100")
+    command._keep(path, [(CASE, facts), (a100, facts)], dict(l4=[], a100=["bad"]), 3.2)
+    command._keep(path, [(a100, facts), (a100, facts)], dict(a100=[]), 3.2)
+    table = json.loads(path.read_text())
+    assert [len(table[d]["rows"]) for d in ("l4", "a100")] == [1, 2]
+    assert table["a100"]["errors"] == [] and table["l4"]["seconds"] == 3
+    assert len(table["l4"]["rows"][0]) == len(table["l4"]["columns"])
 
 
 def test_atomics_are_counted():

@@ -330,6 +330,25 @@ def test_rule_cuts_every_problem():
                 triton.check_config(problem, configs.rule(problem, device))
 
 
+def test_rule_fills_the_device():
+    """Narrow prefill gives most SMs a tile; at 64 rows enough is loaded ahead, and it fits."""
+    from pallas_kernels.devices import DEVICES
+
+    for device in DEVICES.values():
+        for N, K in ((1024, 4096), (4096, 4096), (960, 576)):
+            problem = configs.problem_of_case(Case(512, N, K, 32))
+            config = configs.rule(problem, device)
+            programs = -(-N // config.block_n) * (512 // config.block_m)
+            assert programs >= min(device.num_sms, N * 512 // 64**2) * 0.9
+        config = configs.rule(configs.problem_of_case(Case(64, 4096, 4096)), device)
+        ahead = config.num_stages - 1
+        stage = config.block_n * config.block_k // 2 + 2 * config.block_m * config.block_k
+        assert ahead * stage < device.smem_per_block
+        if device.key == "h200":
+            resident = 64 * config.split_k // device.num_sms
+            assert (resident + 1) * ahead * config.block_n * config.block_k // 2 >= 30 * 1024
+
+
 def model_cases():
     for matrices, formats in (
         (shapes.LLAMA3_8B, shapes.LLAMA3_FORMATS),
