@@ -83,10 +83,16 @@ def rule(problem: Problem, device: Device | None) -> Config:
         block_m = min(block_m, 64)  # two accumulators live at once
     while not few and block_n > 64 and _tiles(problem, block_n, block_m) < device.num_sms:
         block_n, block_m = (block_n, 64) if block_m > 64 else (64, block_m)
-    block_k = _block_k(problem, 128 if few else 64)
-    scaling = "pre"
-    if few and post(problem, block_k) and problem.group_size >= 2 * block_m:
-        scaling = "post"
+
+    def scale_after(block_k: int) -> bool:
+        return few and post(problem, block_k) and problem.group_size >= 2 * block_m
+
+    block_k, narrow = _block_k(problem, 128 if few else 64), _block_k(problem, 64)
+    # Scaling weight by weight holds a scale and a least value for each: 128 codes of K then take
+    # all of the 128 registers the assembler grants 64 threads, and spill on some versions of jax.
+    if not scale_after(block_k) and (block_m == 16 or scale_after(narrow)):
+        block_k = narrow
+    scaling = "post" if scale_after(block_k) else "pre"
     split_k = 1
     if few:
         tiles = math.ceil(problem.out_features / block_n)
@@ -98,7 +104,7 @@ def rule(problem: Problem, device: Device | None) -> Config:
         # Partial sums are float32 and move twice: at 64 rows 16 splits move more than the weight.
         split_k = min(split_k, max(1, 256 // block_m))
         split_k = 1 << (split_k.bit_length() - 1)
-    num_stages = 4 if few else 3
+    num_stages = (4 if block_k == 128 else 6) if few else 3
     if few and block_m == 64:
         # Tiles of x are large by now: as many stages as the loads need and shared memory holds.
         weight_bytes = block_n * block_k * problem.bits // 8
