@@ -186,7 +186,7 @@ def _run(c: Compile, kept: Path | None = None) -> dict | str:
     """The compiled facts of a case, from `kept` where they are there, or what went wrong."""
     if kept is None:
         return _compile(c)
-    path = kept / f"{_sources(c.config is None)}_{_key(c)}.json"
+    path = kept / f"{_sources(c.num_devices > 1)}_{_key(c)}.json"
     if path.exists():
         return json.loads(path.read_text())
     outcome = _compile(c)

@@ -7,7 +7,9 @@ from typing import Any
 from pallas_kernels import tuning
 from pallas_kernels.append_kv import shapes as append_shapes
 from pallas_kernels.devices import DEVICES
+from pallas_kernels.int4_matmul import config as matmul_configs
 from pallas_kernels.int4_matmul import shapes as matmul_shapes
+from pallas_kernels.paged_attention import config as attention_configs
 from pallas_kernels.paged_attention import shapes as attention_shapes
 
 CASE_TYPES: dict[str, Any] = {
@@ -86,15 +88,19 @@ def tuned(device: str) -> list[Compile]:
 
 
 def edges(device: str) -> list[Compile]:
-    """The cases of the three shapes.py, and the sharded ops."""
-    found = [
-        Compile("int4_matmul", device, dataclasses.asdict(case))
-        for case in (*matmul_shapes.EDGES, *matmul_shapes.SLOW_EDGES)
-    ]
-    found += [
-        Compile("paged_attention", device, dataclasses.asdict(case))
-        for case in (*attention_shapes.EDGES, *attention_shapes.SLOW_EDGES)
-    ]
+    """The cases of the three shapes.py, cut as a call would be, and the sharded ops."""
+    found = []
+    for op, configs, cases in (
+        ("int4_matmul", matmul_configs, (*matmul_shapes.EDGES, *matmul_shapes.SLOW_EDGES)),
+        (
+            "paged_attention",
+            attention_configs,
+            (*attention_shapes.EDGES, *attention_shapes.SLOW_EDGES),
+        ),
+    ):
+        for case in cases:
+            config = configs.config_for(configs.problem_of_case(case), DEVICES[device])
+            found.append(Compile(op, device, dataclasses.asdict(case), dataclasses.asdict(config)))
     found += [
         Compile("append_kv", device, dataclasses.asdict(case)) for case in append_shapes.EDGES
     ]
