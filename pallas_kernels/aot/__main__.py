@@ -202,13 +202,17 @@ def _key(c: Compile) -> str:
 
 
 @functools.cache
-def _sources(with_tables: bool) -> str:
-    """What else decides it: versions, sources that do not judge, tuned/ where it is looked up."""
+def _sources(by_rule: bool) -> str:
+    """What else decides it: versions, and sources but those that judge.
+
+    The rules and tuned/ count where the compiled program asks them for its configuration.
+    """
     folder = Path(__file__).parents[1]
-    judging = {folder / name for name in ("predict.py", "aot/__main__.py", "aot/report.py",
-                                          "aot/judge.py")}  # fmt: skip
-    paths = [p for p in sorted(folder.rglob("*.py")) if p not in judging]
-    paths += sorted(folder.glob("tuned/*.json")) if with_tables else []
+    others = {"predict.py", "aot/__main__.py", "aot/report.py", "aot/judge.py"}
+    rules = {"tuning.py", "int4_matmul/config.py", "paged_attention/config.py"}
+    left_out = {folder / name for name in (others if by_rule else others | rules)}
+    paths = [p for p in sorted(folder.rglob("*.py")) if p not in left_out]
+    paths += sorted(folder.glob("tuned/*.json")) if by_rule else []
     digest = hashlib.sha256(json.dumps(_versions()).encode())
     for path in paths:
         digest.update(path.read_bytes())

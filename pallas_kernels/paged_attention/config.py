@@ -80,9 +80,10 @@ def rule(problem: Problem, device: Device | None) -> Config:
             (s for s in (1, 2, 4, 8) if s == 1 or problem.max_context >= 1024 * s),
             key=lambda s: _last_wave_loss(programs * s / resident) + 0.02 * s,
         )
-    # Joining writes and reads float32 parts of every token: not worth it for prefill.
+    # Joining writes and reads float32 parts of every token: in prefill only where SMs are idle.
     if problem.max_query_len > 16:
-        num_splits = 1
+        idle = 2 * device.num_sms // programs if programs < device.num_sms else 1
+        num_splits = 1 << (min(idle, most_splits, 4).bit_length() - 1)
     return Config(
         block_q=block_q,
         block_s=block_s,

@@ -148,7 +148,7 @@ def test_a_stopped_run_is_resumed(tmp_path, monkeypatch):
     command._run(dataclasses.replace(CASE, device="a100"), tmp_path)
     command._run(dataclasses.replace(CASE, critical=False, also=("h100",)), tmp_path)
     assert len(compiled) == 3
-    monkeypatch.setattr(command, "_sources", lambda with_tables: "changed")
+    monkeypatch.setattr(command, "_sources", lambda by_rule: "changed")
     command._run(CASE, tmp_path)
     assert len(compiled) == 4
 
