@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ import numpy as np
 from helios_jax.cache.paged import KVScales
 from helios_jax.config import ModelConfig, require
 from helios_jax.engine.config import EngineConfig, resolve_config
+from helios_jax.engine.programs import Programs
 from helios_jax.engine.requests import (
     EngineError,
     EngineFull,
@@ -44,14 +45,7 @@ from helios_jax.engine.state import (
     init_state,
     widen_sampling,
 )
-from helios_jax.engine.step import (
-    admit,
-    end_step,
-    plan_sizes,
-    plan_step,
-    run_chunk,
-    run_rounds,
-)
+from helios_jax.engine.step import plan_sizes, plan_step
 from helios_jax.engine.variants import LiveRow, StepVariants, bucket, choose_variants
 from helios_jax.generation import FINISH_REASONS, RUNNING
 from helios_jax.outputs import RequestOutput, StreamOutput
@@ -80,32 +74,7 @@ STREAMED_ROUNDS = 4
 REBASE_SECONDS = 4096.0
 
 
-class Programs(NamedTuple):
-    """The jit-compiled functions of an engine."""
-
-    admit: Any
-    plan: Any
-    chunk: Any
-    rounds: Any
-    end: Any
-    rebase: Any
-
-
-@cache
-def programs(platform: str) -> Programs:
-    """`Programs` for a platform; on a CPU with the vector width that int8 rows want (1.4x)."""
-    options = {"xla_cpu_prefer_vector_width": "512"} if platform == "cpu" else None
-    jit = partial(jax.jit, donate_argnames="state", compiler_options=options)
-    return Programs(
-        admit=jit(admit, static_argnames="config"),
-        plan=jit(plan_step, static_argnames=("config", "urgency")),
-        chunk=jit(run_chunk, static_argnames=("model", "config", "variant")),
-        rounds=jit(run_rounds, static_argnames=("model", "config", "variant")),
-        end=jit(end_step, static_argnames="config"),
-        rebase=jit(_rebase),
-    )
-
-
+@partial(jax.jit, donate_argnames="state")
 def _rebase(state: EngineState, seconds: jax.Array) -> EngineState:
     return dataclasses.replace(state, scheduler=rebase(state.scheduler, seconds))
 
@@ -177,7 +146,7 @@ class Engine:
             self.config, form.model.config, cache_dtype=form.cache_dtype
         )
         self.max_model_len = self.scheduler_config.max_model_len
-        self._programs = programs(jax.default_backend())
+        self._programs = Programs()
         self._shapes = _COMMON_SHAPES | sampling_shapes(
             [SamplingParams()], eos_token_ids=model_config.eos_token_ids
         )
@@ -205,7 +174,7 @@ class Engine:
         deadline_seconds: float | None = None,
         ttft_target_seconds: float | None = None,
         tpot_target_seconds: float | None = None,
-        on_update: Callable[[RequestUpdate], None] | None = None,
+        on_update: Callable[[RequestUpdate], Any] | None = None,
         is_streamed: bool = True,
     ) -> int:
         """Puts a request in line and returns its number.
@@ -325,7 +294,7 @@ class Engine:
         """Admits what is in the inbox and starts a step; False if no row is in the table."""
         now = time.monotonic() - self._origin
         if now > REBASE_SECONDS:
-            self._state = self._programs.rebase(self._state, jnp.float32(now))
+            self._state = _rebase(self._state, jnp.float32(now))
             self._origin += now
             now = 0.0
         with self._inbox:
@@ -359,25 +328,44 @@ class Engine:
 
     def _start(self, variants: StepVariants, now: float, max_rounds: int) -> StepOutputs:
         """`engine_step`, a program after the other, none of which is waited for."""
-        run, config = self._programs, self.step_config
+        params, config, shapes = self.form.params, self.step_config, self._shapes
+        programs = self._programs
         clock = jnp.float32(now)
-        chunk_tokens, num_rows = plan_sizes(*variants)
-        state, plan = run.plan(
-            self._state, clock, jnp.int32(chunk_tokens), jnp.int32(num_rows), config=config,
-            urgency=self._urgency,
+        model = dict(model=self.form.model, config=config)
+        policy = dict(config=config, urgency=self._urgency)
+        chunk_tokens, num_rows = plan_sizes(
+            variants.chunk, variants.rounds if variants.decodes else None
+        )
+        sizes = (clock, jnp.int32(chunk_tokens), jnp.int32(num_rows))
+        programs.request("plan", shapes, (self._state, *sizes), **policy)
+        programs.request("end", shapes, (self._state,), config=config)
+        rest = (self._plan_shape, clock)
+        if variants.chunk is not None:
+            key = (shapes, variants.chunk)
+            programs.request(
+                "chunk", key, (params, self._state, *rest), variant=variants.chunk, **model
+            )
+        # Where none are decoded yet they will be next.
+        key = (shapes, variants.rounds)
+        programs.request(
+            "rounds", key, (params, self._state, *rest, jnp.int32(0)), variant=variants.rounds,
+            **model,
         )  # fmt: skip
-        common = dict(model=self.form.model, config=config)
+
+        state, plan = programs.run("plan", shapes, (self._state, *sizes), **policy)
         chunk = prompt_logprobs = rounds = None
         if variants.chunk is not None:
-            state, chunk, prompt_logprobs = run.chunk(
-                self.form.params, state, plan, clock, variant=variants.chunk, **common
-            )
-        if variants.rounds is not None:
-            state, rounds = run.rounds(
-                self.form.params, state, plan, clock, jnp.int32(max_rounds),
-                variant=variants.rounds, **common,
+            state, chunk, prompt_logprobs = programs.run(
+                "chunk", (shapes, variants.chunk), (params, state, plan, clock),
+                variant=variants.chunk, **model,
             )  # fmt: skip
-        self._state, summary = run.end(state, config=config)
+        if variants.decodes:
+            state, rounds = programs.run(
+                "rounds", (shapes, variants.rounds),
+                (params, state, plan, clock, jnp.int32(max_rounds)),
+                variant=variants.rounds, **model,
+            )  # fmt: skip
+        self._state, summary = programs.run("end", shapes, (state,), config=config)
         return StepOutputs(jnp.zeros(0, jnp.int32), chunk, rounds, prompt_logprobs, summary)
 
     def _admit(self, arrived: Sequence[EngineRequest], called_off: Sequence[int]) -> None:
@@ -391,9 +379,10 @@ class Engine:
             number = bucket(0 if called_off else len(rows), _ARRIVALS)
             taken, rows = ([], rows) if called_off else (rows[:number], rows[number:])
             arrivals = self._arrivals(taken, aborted, number)
-            self._state, answer_N = self._programs.admit(
-                self._state, arrivals, config=self.step_config
-            )
+            self._state, answer_N = self._programs.run(
+                "admit", (self._shapes, arrivals.tokens_NS.shape), (self._state, arrivals),
+                config=self.step_config,
+            )  # fmt: skip
             self._answers.append((answer_N, len(taken)))
             for request, index in taken:
                 params = request.rows[index].row.params
@@ -476,7 +465,7 @@ class Engine:
                     break
                 live.row.num_seen += 1
                 logprobs = None
-                if wanted is not None:
+                if wanted is not None and rows.logprobs is not None:
                     logprobs = logprobs_at(self.tokenizer, rows.logprobs, i, j, token, wanted)
                 progress.add(token, logprobs)
             if progress.new_token_ids:
@@ -537,6 +526,12 @@ class Engine:
         self._state = init_state(
             self.form.model.config, self.scheduler_config, self.step_config,
             shapes=self._shapes, scales=self._scales,
+        )  # fmt: skip
+        # What `plan_step` gives, for programs that are compiled before it has run.
+        zero = jnp.int32(0)
+        _, self._plan_shape = jax.eval_shape(
+            partial(plan_step, config=self.step_config, urgency=self._urgency),
+            self._state, jnp.float32(0), zero, zero,
         )  # fmt: skip
         self._origin = time.monotonic()
         self._in_flight: deque[_InFlight] = deque()

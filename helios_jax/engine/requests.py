@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,7 +81,7 @@ class EngineRequest:
     targets: Targets
     arrival_seconds: float
     submitted_seconds: float
-    on_update: Callable[[RequestUpdate], None] | None
+    on_update: Callable[[RequestUpdate], Any] | None
     is_streamed: bool
 
     def output(self) -> RequestOutput:

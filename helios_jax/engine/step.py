@@ -185,7 +185,7 @@ def engine_step(
     state, plan = plan_step(
         state, now, jnp.int32(chunk_tokens), jnp.int32(num_rows), config=config, urgency=urgency
     )
-    common = dict(model=model, config=config)
+    common: dict[str, Any] = dict(model=model, config=config)
     chunk_rows = prompt_logprobs = round_rows = None
     if chunk is not None:
         state, chunk_rows, prompt_logprobs = run_chunk(

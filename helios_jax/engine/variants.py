@@ -1,7 +1,7 @@
-"""Which variants of chunk and rounds run next? Chosen by the host from what it has been told so far.
+"""Which variants of chunk and rounds run next? The host chooses by what it has been told so far.
 
-Sizes are few, so that few programs are compiled. A wrong guess costs time, never a
-result: a row for which the variant has no room waits for the next step (`engine.step`).
+Sizes are few, so that few programs are compiled. A wrong guess costs time, never a result: a row
+for which the variant has no room waits for the next step (`engine.step`).
 """
 
 import dataclasses
@@ -35,10 +35,14 @@ class LiveRow:
 
 
 class StepVariants(NamedTuple):
-    """What a step runs: a chunk, rounds, or both."""
+    """What a step runs.
+
+    chunk: None for none; rounds: those of this step if `decodes`, else those of the next.
+    """
 
     chunk: Variant | None
-    rounds: Variant | None
+    rounds: Variant
+    decodes: bool
 
 
 def choose_variants(
@@ -91,7 +95,7 @@ def choose_variants(
             num_prompt_logprobs=logprobs_bucket(row.prompt_logprobs for row in new),
         )
     decodes = bool(started) or num_in_flight > 0 or chunk is None
-    return StepVariants(chunk, rounds if decodes else None)
+    return StepVariants(chunk, rounds, decodes)
 
 
 def _size(number: int, smallest: int, factor: int, largest: int) -> int:
