@@ -7,7 +7,6 @@ powers of two up to 512 and multiples of 512 beyond. A cache starts small and do
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,6 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from helios_jax.engine.row_progress import (
+    Row,
+    RowProgress,
+    limit_params,
+    logprobs_at,
+    logprobs_bucket,
+    power_of_two,
+)
 from helios_jax.generation import (
     FINISH_REASONS,
     RUNNING,
@@ -25,115 +32,16 @@ from helios_jax.generation import (
     prefill,
 )
 from helios_jax.model.forms import ServingForm
-from helios_jax.outputs import CompletionOutput, Logprob, PositionLogprobs
-from helios_jax.sampling import SamplingParams, SamplingShapes, sampling_shapes, stack_sampling
+from helios_jax.sampling import SamplingShapes, sampling_shapes, stack_sampling
 from helios_jax.tokenizer import IncrementalDecoder, StopStringMatcher, Tokenizer
 
 MIN_PROMPT_BUCKET = 16
 MIN_SLOTS_BUCKET = 256
-# Buckets of how many logprobs are computed; the surplus is dropped on the host.
-_LOGPROBS_BUCKETS = (0, 5, 20)
 # Room for a few stop ids in every program, so that one more of them compiles nothing.
 _COMMON_SHAPES = SamplingShapes(num_stop_ids=4)
 # Tokens between two looks at the output by the host, for a waiting caller and for a streaming one.
 STEPS_PER_CALL = 16
 STEPS_PER_STREAMED_CALL = 4
-
-
-class Row(NamedTuple):
-    """One output of one request: a prompt and parameters with n = 1."""
-
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-
-
-@dataclass
-class RowProgress:
-    """What the host knows of a row; `run_batch` updates it in place and yields it.
-
-    Attributes:
-      new_text, new_token_ids: what the last call added.
-      text, token_ids, logprobs: all so far, trimmed at a stop.
-      finish_reason: None while running.
-      num_unmatched_chars: of text before `min_tokens`, where stop strings do not count.
-      first_token_seconds, last_token_seconds: on `time.perf_counter`'s clock.
-    """
-
-    row: Row
-    decoder: IncrementalDecoder
-    matcher: StopStringMatcher
-    eos_token_ids: tuple[int, ...]
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    new_text: str = ""
-    new_token_ids: list[int] = field(default_factory=list)
-    num_unmatched_chars: int = 0
-    first_token_seconds: float = 0.0
-    last_token_seconds: float = 0.0
-
-    def completion(self, index: int) -> CompletionOutput:
-        """The finished row as the output `index` of its request."""
-        assert self.finish_reason is not None, "the row is still running"
-        wants_logprobs = self.row.params.logprobs is not None
-        chosen = [
-            position[token].logprob
-            for position, token in zip(self.logprobs, self.token_ids, strict=False)
-        ]
-        return CompletionOutput(
-            index=index,
-            text=self.text,
-            token_ids=self.token_ids,
-            cumulative_logprob=sum(chosen) if wants_logprobs else None,
-            logprobs=self.logprobs if wants_logprobs else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
-
-    def add(self, token: int, logprobs: PositionLogprobs | None) -> None:
-        """Takes one more token; may finish the row at a stop string."""
-        params = self.row.params
-        self.token_ids.append(token)
-        self.new_token_ids.append(token)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
-        if not params.detokenize:
-            return
-        text = self.decoder.push([token])
-        if len(self.token_ids) <= params.min_tokens:
-            self.num_unmatched_chars += len(text)
-            self._add_text(text)
-        else:
-            self._match(text)
-
-    def finish(self, reason: str) -> None:
-        """The device ended the row; text still held back is let go, or turns out to be a stop."""
-        if self.finish_reason is not None:
-            return
-        if self.row.params.detokenize:
-            self._match(self.decoder.flush())
-            if self.finish_reason is not None:
-                return
-            self._add_text(self.matcher.flush())
-        self.finish_reason = reason
-        last = self.token_ids[-1] if self.token_ids else None
-        if reason == "stop" and last not in self.eos_token_ids:
-            self.stop_reason = last
-
-    def _match(self, text: str) -> None:
-        found = self.matcher.push(text)
-        self._add_text(found.text)
-        if found.stop is not None:
-            kept = self.decoder.num_tokens(self.num_unmatched_chars + found.num_chars)
-            del self.token_ids[kept:], self.logprobs[kept:]
-            self.finish_reason, self.stop_reason = "stop", found.stop
-
-    def _add_text(self, text: str) -> None:
-        self.text += text
-        self.new_text += text
 
 
 def run_batch(
@@ -154,7 +62,7 @@ def run_batch(
       rng: source of the seeds of unseeded rows.
     """
     config = form.model.config
-    rows = [row._replace(params=_limit(row, max_model_len)) for row in rows]
+    rows = [row._replace(params=limit_params(row, max_model_len)) for row in rows]
     progress = [
         RowProgress(
             row,
@@ -187,8 +95,8 @@ def run_batch(
         sampling,
         num_slots=num_slots,
         max_new_tokens=num_slots,
-        num_logprobs=_num_logprobs(row.params.logprobs for row in rows),
-        num_prompt_logprobs=_num_logprobs(row.params.prompt_logprobs for row in rows),
+        num_logprobs=logprobs_bucket(row.params.logprobs for row in rows),
+        num_prompt_logprobs=logprobs_bucket(row.params.prompt_logprobs for row in rows),
         cache_dtype=form.cache_dtype,
     )
     _read(tokenizer, state, progress, 0)
@@ -237,21 +145,13 @@ def _decode(model, params, sampling, state, stopped_B, max_steps):
     return decode(model, params, sampling, state, max_steps)
 
 
-def _limit(row: Row, max_model_len: int) -> SamplingParams:
-    room = max_model_len - len(row.prompt_token_ids)
-    assert room >= 1, "the caller refuses longer prompts"
-    max_tokens = min(room, row.params.max_tokens or room)
-    min_tokens = min(row.params.min_tokens, max_tokens)
-    return dataclasses.replace(row.params, max_tokens=max_tokens, min_tokens=min_tokens)
-
-
 def _pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     longest = max(map(len, prompts))
     if longest <= 512:
-        width = max(MIN_PROMPT_BUCKET, _power_of_two(longest))
+        width = max(MIN_PROMPT_BUCKET, power_of_two(longest))
     else:
         width = -(-longest // 512) * 512
-    tokens_BT = np.zeros((_power_of_two(len(prompts)), width), np.int32)
+    tokens_BT = np.zeros((power_of_two(len(prompts)), width), np.int32)
     lengths_B = np.zeros(len(tokens_BT), np.int32)
     for i, prompt in enumerate(prompts):
         tokens_BT[i, : len(prompt)] = prompt
@@ -259,19 +159,8 @@ def _pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return tokens_BT, lengths_B
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
 def _slots_bucket(num_tokens: int) -> int:
-    return max(MIN_SLOTS_BUCKET, _power_of_two(num_tokens))
-
-
-def _num_logprobs(asked) -> int | None:
-    asked = [number for number in asked if number is not None]
-    if not asked:
-        return None
-    return next(bucket for bucket in _LOGPROBS_BUCKETS if bucket >= max(asked))
+    return max(MIN_SLOTS_BUCKET, power_of_two(num_tokens))
 
 
 def _read(
@@ -293,7 +182,8 @@ def _read(
             if token < 0 or row.finish_reason is not None:
                 break
             row.add(
-                token, None if wanted is None else _at(tokenizer, logprobs, i, j, token, wanted)
+                token,
+                None if wanted is None else logprobs_at(tokenizer, logprobs, i, j, token, wanted),
             )
         if row.new_token_ids:
             row.first_token_seconds = row.first_token_seconds or now
@@ -311,23 +201,6 @@ def _read_prompt_logprobs(
         if wanted is not None:
             tokens = row.row.prompt_token_ids
             row.prompt_logprobs = [None] + [
-                _at(tokenizer, logprobs, i, j - 1, tokens[j], wanted) for j in range(1, len(tokens))
+                logprobs_at(tokenizer, logprobs, i, j - 1, tokens[j], wanted)
+                for j in range(1, len(tokens))
             ]
-
-
-def _at(
-    tokenizer: Tokenizer, logprobs: Logprobs, i: int, j: int, token: int, num_top: int
-) -> PositionLogprobs:
-    """vLLM's dict of one position: the token that is there, then the `num_top` most probable."""
-    chosen = Logprob(
-        float(logprobs.chosen_BN[i, j]),
-        int(logprobs.ranks_BN[i, j]),
-        tokenizer.decode([token], False),
-    )
-    position = {token: chosen}
-    for place in range(num_top):
-        top = int(logprobs.top_ids_BNK[i, j, place])
-        if top not in position:
-            value = float(logprobs.top_BNK[i, j, place])
-            position[top] = Logprob(value, place + 1, tokenizer.decode([top], False))
-    return position

@@ -62,11 +62,23 @@ def occupancy(
     return Occupancy(blocks, blocks * warps, blocks * stage_bytes * max(1, num_stages - 1))
 
 
-def seconds(
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of a call, and what most of them go to.
+
+    `limit` is "memory", "chain", "issue" or "tensor" (see the module), or "launch" where starting
+    the kernels takes longer than running them.
+    """
+
+    seconds: float
+    limit: str
+
+
+def prediction(
     device: Device, cost: Cost, occ: Occupancy, *, grid: int, instructions: float,
     tensor_flops: float, num_kernels: int, extra_bytes: int,
-) -> float:  # fmt: skip
-    """Predicted time of a call.
+) -> Prediction:  # fmt: skip
+    """How long a call takes.
 
     Args:
       cost: the op's own bytes; extra_bytes: partial sums, written and read once more.
@@ -78,17 +90,24 @@ def seconds(
     sms = min(device.num_sms, grid)
     needed = device.bandwidth / device.num_sms * LATENCY_SECONDS
     in_flight = min(1.0, occ.bytes_in_flight / needed) * sms / device.num_sms
-    memory = (cost.bytes_moved + extra_bytes) / (
-        BANDWIDTH_EFFICIENCY * device.bandwidth * in_flight
-    )
-    chain = 2 * instructions / (occ.warps * sms * device.clock_hz)
-    issue = instructions / (sms * 4 * ISSUE_EFFICIENCY * device.clock_hz)
-    tensor = tensor_flops / (TENSOR_EFFICIENCY * device.tensor_flops * sms / device.num_sms)
+    limits = {
+        "memory": (cost.bytes_moved + extra_bytes)
+        / (BANDWIDTH_EFFICIENCY * device.bandwidth * in_flight),
+        "chain": 2 * instructions / (occ.warps * sms * device.clock_hz),
+        "issue": instructions / (sms * 4 * ISSUE_EFFICIENCY * device.clock_hz),
+        "tensor": tensor_flops / (TENSOR_EFFICIENCY * device.tensor_flops * sms / device.num_sms),
+    }
+    limit = max(limits, key=lambda name: limits[name])
     full = grid / (occ.blocks * device.num_sms)
-    waves = math.ceil(full) / full if full > 1 else 1.0
+    running = limits[limit] * (math.ceil(full) / full if full > 1 else 1.0)
     launches = FIRST_LAUNCH_SECONDS + (num_kernels - 1) * NEXT_LAUNCH_SECONDS
-    return launches + max(memory, chain, issue, tensor) * waves
+    return Prediction(launches + running, limit if running > launches else "launch")
 
+
+# Bars set beforehand: the longest 64 rows may take, in times of 16; how much faster FP8 KV must be
+# than 16-bit KV where the batch is large and contexts are long.
+MANY_ROWS_BAR = 1.6
+FP8_BAR = 1.5
 
 # Targets on an H200 in microseconds, set before anything was written, from fits to other engines'
 # published times. int4_matmul: (N, K) at up to 16 rows, 4 bits, groups of 128.

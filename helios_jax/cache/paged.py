@@ -8,7 +8,7 @@ of two precisions: the attention runs once for each.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +116,7 @@ class PagedCache:
             k_scale, v_scale = (None, None) if rows.scales is None else (
                 rows.scales.k_LK[layer], rows.scales.v_LK[layer]
             )  # fmt: skip
-            common = dict(
+            common: dict[str, Any] = dict(
                 kv_dtype=rows.kv_dtype, k_scale_K=k_scale, v_scale_K=v_scale,
                 block_offset=offset, backend=self.backend,
             )  # fmt: skip

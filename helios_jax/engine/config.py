@@ -78,6 +78,7 @@ class StepConfig:
     """What the compiled step is made for; static.
 
     Attributes:
+      num_layers: of the model.
       num_blocks: of the KV pool, a layer.
       narrow_dtype, wide_dtype: KV formats of rows up to the watermark and beyond; equal where there
         is one.
@@ -85,6 +86,7 @@ class StepConfig:
       enable_prefix_caching, backend: see `EngineConfig`.
     """
 
+    num_layers: int
     num_blocks: int
     narrow_dtype: str
     wide_dtype: str
@@ -119,7 +121,8 @@ def resolve_config(
     max_model_len = model.max_model_len if config.max_model_len is None else config.max_model_len
     require(
         2 <= max_model_len <= model.max_model_len,
-        f"max_model_len={max_model_len}: must be in 2..{model.max_model_len}, the model's own limit",
+        f"max_model_len={max_model_len}: must be in 2..{model.max_model_len}, the model's own "
+        "limit",
     )
     narrow = config.kv_cache_dtype
     if narrow == "auto":
@@ -160,6 +163,7 @@ def resolve_config(
         aging_seconds=config.aging_seconds,
     )
     step = StepConfig(
+        num_layers=model.num_layers,
         num_blocks=num_blocks,
         narrow_dtype=narrow,
         wide_dtype=wide,

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,34 +122,41 @@ class PromptLogprobs(NamedTuple):
     logprobs: Logprobs
 
 
+class StepSummary(NamedTuple):
+    """The state after a step, in numbers.
+
+    Attributes:
+      num_waiting, num_running: rows.
+      num_pending_tokens: tokens that running rows have yet to prefill.
+      num_used_blocks: of the pool.
+      counters, telemetry: the scheduler's and the engine's.
+    """
+
+    num_waiting: Array
+    num_running: Array
+    num_pending_tokens: Array
+    num_used_blocks: Array
+    counters: Counters
+    telemetry: Telemetry
+
+
 class StepOutputs(NamedTuple):
     """What the host reads of a step; nothing in it is shared with the state.
 
     Attributes:
       answer_N: `scheduler.submit`'s, for each arrival.
-      chunk: rows of the prefill chunk: N = 1, the token drawn after their last known one; None if
-        the variant has no chunk.
-      rounds: rows of the decode rounds; None if the variant has none.
-      prompt_logprobs: None unless the variant has them.
-      num_waiting, num_running, num_decoding: rows after the step; decoding ones among the running.
-      num_pending_tokens: tokens that waiting and running rows have yet to prefill.
-      max_known: longest running row, in tokens.
-      num_used_blocks: of the pool.
-      counters, telemetry: the scheduler's and the engine's.
+      chunk: rows of the prefill chunk: N = 1, the token drawn after their last known one; None
+        without a chunk.
+      rounds: rows of the decode rounds; None without.
+      prompt_logprobs: None unless the chunk's variant has them.
+      summary: the state afterwards.
     """
 
     answer_N: Array
     chunk: RowOutputs | None
     rounds: RowOutputs | None
     prompt_logprobs: PromptLogprobs | None
-    num_waiting: Array
-    num_running: Array
-    num_decoding: Array
-    num_pending_tokens: Array
-    max_known: Array
-    num_used_blocks: Array
-    counters: Counters
-    telemetry: Telemetry
+    summary: StepSummary
 
 
 def init_state(
@@ -195,11 +202,12 @@ def widen_sampling(
         index = (*(slice(size) for size in old.shape[:-1]), last)
         return new.at[index if old.ndim > 1 else slice(None)].set(old)
 
-    def part(name: str):
+    def part(name: str) -> Any:
         new, old = getattr(wider, name), getattr(sampling, name)
         if isinstance(new, tuple):
-            olds = old if old is not None else (None,) * len(new)
-            return type(new)(*map(place, new, olds))  # pyright: ignore[reportCallIssue]
+            olds: Any = old if old is not None else (None,) * len(new)
+            make: Any = type(new)
+            return make(*map(place, new, olds))
         return None if new is None else place(new, old, at_end=name == "bad_words_BWX")
 
     return SamplingArrays(**{f.name: part(f.name) for f in dataclasses.fields(SamplingArrays)})

@@ -1,9 +1,13 @@
-"""What happens in one step of the engine? A pure function from state to state.
+"""What happens in one step of the engine? Pure functions from state to state.
 
-    admit what arrived | schedule | copy and migrate blocks | a prefill chunk | decode rounds | commit
+    admit | plan_step: schedule, copy and migrate blocks | run_chunk | run_rounds | end_step
 
-The step is compiled per `Variant`: sizes that the host chooses from what it knows. They bound the
-work and never change a result: a row that does not fit them waits for the next step.
+`engine_step` is all of them in one program. A host that serves compiles them one by one and starts
+them in a row without looking at a result: the scheduler is then compiled once and the model once
+for each `Variant` of a chunk or of rounds, not for every combination of both.
+
+A variant is a set of sizes that the host chooses from what it knows. It bounds the work and never
+changes a result: a row that does not fit it waits for the next step.
 """
 
 import dataclasses
@@ -33,6 +37,8 @@ from helios_jax.engine.state import (
     PromptLogprobs,
     RowOutputs,
     StepOutputs,
+    StepSummary,
+    Telemetry,
 )
 from helios_jax.generation import LENGTH, NON_FINITE, RUNNING, STOP, score_hidden
 from helios_jax.sampling import (
@@ -61,20 +67,18 @@ from helios_jax.scheduler import (
     schedule,
     submit,
 )
-from helios_jax.scheduler import RUNNING as IS_RUNNING
 from helios_jax.scheduler.urgency import deadline
 from pallas_kernels.kv_format import format_of
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Sizes that a step is compiled for; static.
+    """Sizes that a chunk or decode rounds are compiled for; static.
 
     Attributes:
       num_rows: rows that take part, B.
-      context_tokens: longest of them, with what the step adds.
-      chunk_tokens: room for prefill, C; 0 compiles none.
-      decodes: whether decode rounds are compiled.
+      context_tokens: longest of them, with what is added.
+      chunk_tokens: room for prefill, C; 0 for rounds.
       has_narrow, has_wide: precisions of rows that take part.
       num_logprobs, num_prompt_logprobs: most probable tokens reported beside the one that is there;
         None compiles no logprobs.
@@ -83,7 +87,6 @@ class Variant:
     num_rows: int
     context_tokens: int
     chunk_tokens: int = 0
-    decodes: bool = True
     has_narrow: bool = True
     has_wide: bool = False
     num_logprobs: int | None = None
@@ -159,7 +162,8 @@ def engine_step(
     *,
     model: Any,
     config: StepConfig,
-    variant: Variant,
+    chunk: Variant | None,
+    rounds: Variant | None,
     urgency: Urgency = deadline,
 ) -> tuple[EngineState, StepOutputs]:
     """One step: admission, scheduling, a prefill chunk, decode rounds. Donate `state`.
@@ -167,35 +171,39 @@ def engine_step(
     Args:
       params: the model's.
       state: of `init_state`, or of the step before.
-      arrivals: None where nothing did; a host that compiles for many variants calls `admit` in a
-        program of its own instead, which is the same.
+      arrivals: None where nothing did.
       now: float32 seconds, never less than before.
       max_rounds: int32, at most `config.max_rounds`.
       model: a `Transformer`; static like the rest below.
+      chunk, rounds: None leaves them out of this step.
       urgency: the policy, see `scheduler.urgency`.
     """
     answer_N = jnp.zeros(0, jnp.int32)
     if arrivals is not None:
         state, answer_N = admit(state, arrivals, config=config)
-    served = _Model(model, params, config, variant)
-    scheduler, plan = _schedule(state.scheduler, variant, now, urgency)
-    pools = copy_blocks(state.pools, plan.copies, model.config.num_layers)
-    if config.has_two_precisions:
-        pools = migrate_blocks(
-            pools, plan.migration_sources_M, plan.migration_targets_M, model.config.num_layers,
-            config.narrow_dtype, config.wide_dtype, state.scales,
-        )  # fmt: skip
-    work = _Work(scheduler, pools, state.tokens_RS, state.finish_reason_R)
+    chunk_tokens, num_rows = plan_sizes(chunk, rounds)
+    state, plan = plan_step(
+        state, now, jnp.int32(chunk_tokens), jnp.int32(num_rows), config=config, urgency=urgency
+    )
+    common: dict[str, Any] = dict(model=model, config=config)
+    chunk_rows = prompt_logprobs = round_rows = None
+    if chunk is not None:
+        state, chunk_rows, prompt_logprobs = run_chunk(
+            params, state, plan, now, variant=chunk, **common
+        )
+    if rounds is not None:
+        state, round_rows = run_rounds(
+            params, state, plan, now, max_rounds, variant=rounds, **common
+        )
+    state, summary = end_step(state, config=config)
+    return state, StepOutputs(answer_N, chunk_rows, round_rows, prompt_logprobs, summary)
 
-    chunk = prompt_logprobs = rounds = None
-    num_prefilled = jnp.int32(0)
-    if variant.chunk_tokens:
-        work, chunk, prompt_logprobs, num_prefilled = _prefill(served, state, work, plan, now)
-    if variant.decodes:
-        loop, rows_B = _decode(served, state, work, plan, now, max_rounds)
-        work, rounds = loop.work, loop
-    return _finish(state, work, served, answer_N, chunk, prompt_logprobs, num_prefilled, rounds,
-                   rows_B if variant.decodes else None)  # fmt: skip
+
+def plan_sizes(chunk: Variant | None, rounds: Variant | None) -> tuple[int, int]:
+    """What a step of these variants has room for: chunk tokens, and rows."""
+    variants = [variant for variant in (chunk, rounds) if variant is not None]
+    chunk_tokens = 1 if chunk is None else chunk.chunk_tokens
+    return chunk_tokens, max((variant.num_rows for variant in variants), default=1)
 
 
 def admit(
@@ -249,32 +257,51 @@ def _prompt_hashes(scheduler: SchedulerState, tokens_S: Array, num_prompt: Array
     return jnp.where(is_wide_prompt(scheduler, num_prompt), at(1), at(0))
 
 
-def _schedule(
-    scheduler: SchedulerState, variant: Variant, now: Array, urgency: Urgency
-) -> tuple[SchedulerState, Plan]:
-    """`schedule` within the variant's sizes."""
-    limits = scheduler.limits
-    most_tokens = max(variant.chunk_tokens, 1)
-    scheduler, plan = schedule(
-        dataclasses.replace(
-            scheduler,
-            limits=dataclasses.replace(
-                limits,
-                max_num_batched_tokens=jnp.minimum(limits.max_num_batched_tokens, most_tokens),
-                max_num_seqs=jnp.minimum(limits.max_num_seqs, variant.num_rows),
-            ),
-        ),
-        now,
-        urgency,
+def plan_step(
+    state: EngineState,
+    now: Array,
+    max_chunk_tokens: Array,
+    max_rows: Array,
+    *,
+    config: StepConfig,
+    urgency: Urgency = deadline,
+) -> tuple[EngineState, Plan]:
+    """Schedules, and does what the plan wants of blocks before anything is computed.
+
+    Args:
+      max_chunk_tokens, max_rows: int32, what the variants of this step have room for.
+    """
+    limits = state.scheduler.limits
+    within = dataclasses.replace(
+        limits,
+        max_num_batched_tokens=jnp.minimum(limits.max_num_batched_tokens, max_chunk_tokens),
+        max_num_seqs=jnp.minimum(limits.max_num_seqs, max_rows),
     )
-    return dataclasses.replace(scheduler, limits=limits), plan
+    scheduler = dataclasses.replace(state.scheduler, limits=within)
+    scheduler, plan = schedule(scheduler, now, urgency)
+    pools = copy_blocks(state.pools, plan.copies, config.num_layers)
+    if config.has_two_precisions:
+        pools = migrate_blocks(
+            pools, plan.migration_sources_M, plan.migration_targets_M, config.num_layers,
+            config.narrow_dtype, config.wide_dtype, state.scales,
+        )  # fmt: skip
+    scheduler = dataclasses.replace(scheduler, limits=limits)
+    return dataclasses.replace(state, scheduler=scheduler, pools=pools), plan
 
 
-def _prefill(
-    served: _Model, state: EngineState, work: _Work, plan: Plan, now: Array
-) -> tuple[_Work, RowOutputs, PromptLogprobs | None, Array]:
-    """The chunk: computes planned tokens and draws the next one of rows that are through."""
-    variant = served.variant
+def run_chunk(
+    params: Any,
+    state: EngineState,
+    plan: Plan,
+    now: Array,
+    *,
+    model: Any,
+    config: StepConfig,
+    variant: Variant,
+) -> tuple[EngineState, RowOutputs, PromptLogprobs | None]:
+    """Computes the planned chunk, and draws the next token of rows whose last known is in it."""
+    served = _Model(model, params, config, variant)
+    work = _work(state)
     B, C = variant.num_rows, variant.chunk_tokens
     scheduler = work.scheduler
     rows_B, starts_B = plan.chunk_rows_R[:B], plan.chunk_starts_R[:B]
@@ -324,7 +351,13 @@ def _prefill(
 
     num_tokens = ends_B[-1]
     work, emitted_B1, logprobs, prompt = lax.cond(num_tokens > 0, run, skip, work)
-    return work, _outputs(work, rows_B, emitted_B1, logprobs), prompt, num_tokens
+    outputs = _outputs(work, rows_B, emitted_B1, logprobs)
+    telemetry = dataclasses.replace(
+        state.telemetry,
+        num_prefill_tokens=state.telemetry.num_prefill_tokens + num_tokens,
+        num_output_tokens=state.telemetry.num_output_tokens + jnp.sum(emitted_B1 >= 0),
+    )
+    return _after(state, work, telemetry), outputs, prompt
 
 
 def _score_prompt(served: _Model, work: _Work, tokens: _Tokens, hidden_CD: Array) -> PromptLogprobs:
@@ -342,15 +375,24 @@ def _score_prompt(served: _Model, work: _Work, tokens: _Tokens, hidden_CD: Array
     )
 
 
-def _decode(
-    served: _Model, state: EngineState, work: _Work, plan: Plan, now: Array, max_rounds: Array
-) -> tuple[_Rounds, Array]:
-    """Decode rounds until the scheduler must act again, and the rows that took part.
+def run_rounds(
+    params: Any,
+    state: EngineState,
+    plan: Plan,
+    now: Array,
+    max_rounds: Array,
+    *,
+    model: Any,
+    config: StepConfig,
+    variant: Variant,
+) -> tuple[EngineState, RowOutputs]:
+    """Decode rounds until the scheduler must act again.
 
-    That is when a block is lacking, when a row has finished or there is prefill to do while others
-    wait, or after `max_rounds`.
+    That is when a block is lacking, when a row has finished while others wait, after a single round
+    if there is prefill to do, or after `max_rounds`.
     """
-    config, variant = served.config, served.variant
+    served = _Model(model, params, config, variant)
+    work = _work(state)
     rows_B = plan.decode_rows_R[: variant.num_rows]
     sampling_B = _rows_of(state.sampling, rows_B)
     num_pending_R = work.scheduler.num_pending_R
@@ -378,7 +420,15 @@ def _decode(
     def turn(loop: _Rounds) -> _Rounds:
         return _round(served, state.scales, sampling_B, rows_B, plan.num_waiting, now, loop)
 
-    return lax.while_loop(goes_on, turn, loop), rows_B
+    loop = lax.while_loop(goes_on, turn, loop)
+    telemetry = dataclasses.replace(
+        state.telemetry,
+        num_rounds=state.telemetry.num_rounds + loop.num_rounds,
+        num_decode_rows=state.telemetry.num_decode_rows + loop.num_row_rounds,
+        num_output_tokens=state.telemetry.num_output_tokens + jnp.sum(loop.num_tokens_B),
+    )
+    outputs = _outputs(loop.work, rows_B, loop.tokens_BN, loop.logprobs)
+    return _after(state, loop.work, telemetry), outputs
 
 
 def _round(
@@ -571,60 +621,37 @@ def _outputs(work: _Work, rows_B: Array, tokens_BN: Array, logprobs: Logprobs | 
     )
 
 
-def _finish(
-    state: EngineState, work: _Work, served: _Model, answer_N: Array, chunk: RowOutputs | None,
-    prompt_logprobs: PromptLogprobs | None, num_prefilled: Array, loop: _Rounds | None,
-    rows_B: Array | None,
-) -> tuple[EngineState, StepOutputs]:  # fmt: skip
-    """Commits the step and says what the host may read of it."""
-    rounds = None
-    if loop is not None and rows_B is not None:
-        rounds = _outputs(loop.work, rows_B, loop.tokens_BN, loop.logprobs)
-    scheduler = work.scheduler
+def end_step(state: EngineState, *, config: StepConfig) -> tuple[EngineState, StepSummary]:
+    """Commits the step, and says what the host may know of the state."""
+    scheduler = state.scheduler
     # Failed rows leave before the commit: their blocks may hold NaN and must not be found again.
-    failed_R = scheduler.is_running_R & (work.finish_reason_R == NON_FINITE)
+    failed_R = scheduler.is_running_R & (state.finish_reason_R == NON_FINITE)
     scheduler = abort(scheduler, jnp.where(failed_R, scheduler.request_id_R, -1))
-    if served.config.enable_prefix_caching:
-        scheduler = hash_outputs(scheduler, work.tokens_RS)
+    if config.enable_prefix_caching:
+        scheduler = hash_outputs(scheduler, state.tokens_RS)
     scheduler = commit(scheduler)
-
-    telemetry = state.telemetry
-    num_output = jnp.int32(0)
-    for outputs in (chunk, rounds):
-        if outputs is not None:
-            num_output += jnp.sum(outputs.tokens_BN >= 0, dtype=jnp.int32)
     telemetry = dataclasses.replace(
-        telemetry,
-        num_steps=telemetry.num_steps + 1,
-        num_rounds=telemetry.num_rounds + (0 if loop is None else loop.num_rounds),
-        num_decode_rows=telemetry.num_decode_rows + (0 if loop is None else loop.num_row_rounds),
-        num_prefill_tokens=telemetry.num_prefill_tokens + num_prefilled,
-        num_output_tokens=telemetry.num_output_tokens + num_output,
-        num_failed=telemetry.num_failed + jnp.sum(failed_R, dtype=jnp.int32),
+        state.telemetry,
+        num_steps=state.telemetry.num_steps + 1,
+        num_failed=state.telemetry.num_failed + jnp.sum(failed_R, dtype=jnp.int32),
     )
-    is_running_R, pending_R = scheduler.status_R == IS_RUNNING, scheduler.num_pending_R
-    prefills_R = scheduler.is_waiting_R | (is_running_R & (pending_R > 1))
-    outputs = StepOutputs(
-        answer_N=answer_N,
-        chunk=chunk,
-        rounds=rounds,
-        prompt_logprobs=prompt_logprobs,
+    is_running_R, pending_R = scheduler.is_running_R, scheduler.num_pending_R
+    prefills_R = is_running_R & (pending_R > 1)
+    summary = StepSummary(
         num_waiting=jnp.sum(scheduler.is_waiting_R, dtype=jnp.int32),
         num_running=jnp.sum(is_running_R, dtype=jnp.int32),
-        num_decoding=jnp.sum(is_running_R & (pending_R == 1), dtype=jnp.int32),
         num_pending_tokens=jnp.sum(jnp.where(prefills_R, pending_R, 0), dtype=jnp.int32),
-        max_known=jnp.max(jnp.where(is_running_R, scheduler.num_known_R, 0)),
         num_used_blocks=scheduler.pool.num_blocks - scheduler.pool.num_free,
         counters=scheduler.counters,
         telemetry=telemetry,
     )
-    state = EngineState(
-        scheduler=scheduler,
-        pools=work.pools,
-        scales=state.scales,
-        tokens_RS=work.tokens_RS,
-        sampling=state.sampling,
-        finish_reason_R=work.finish_reason_R,
-        telemetry=telemetry,
-    )
-    return state, outputs
+    return dataclasses.replace(state, scheduler=scheduler, telemetry=telemetry), summary
+
+
+def _work(state: EngineState) -> _Work:
+    return _Work(state.scheduler, state.pools, state.tokens_RS, state.finish_reason_R)
+
+
+def _after(state: EngineState, work: _Work, telemetry: Telemetry) -> EngineState:
+    changed = {f.name: getattr(work, f.name) for f in dataclasses.fields(work)}
+    return dataclasses.replace(state, telemetry=telemetry, **changed)

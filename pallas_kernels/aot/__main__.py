@@ -1,8 +1,14 @@
 """`python -m pallas_kernels.aot`: is the code compiled for GPUs that are not there any good?
 
-    python -m pallas_kernels.aot              all of tuned/ and shapes.py for sm_80, sm_89, sm_90
-    python -m pallas_kernels.aot --reduced    each code path once (continuous integration)
-    python -m pallas_kernels.aot --predict h200 h100    rewrites their predictions in tuned/
+    python -m pallas_kernels.aot                     all of tuned/ and shapes.py on all devices
+    python -m pallas_kernels.aot --device h100 h200  a part of it: these devices (one compilation
+                                                     serves both, their code is the same)
+    python -m pallas_kernels.aot --reduced           each code path once (continuous integration)
+    python -m pallas_kernels.aot --resume FOLDER     keeps what each compilation gave in FOLDER, and
+                                                     takes from there what the same sources gave
+    python -m pallas_kernels.aot --out FILE          writes the table, device by device, as JSON;
+                                                     devices of other runs stay in the file
+    python -m pallas_kernels.aot --predict h200 h100 rewrites their predictions in tuned/
 
 Runs on a machine without GPU and driver, Python 3.12 or newer, with a plain CPU jax and, beside it,
 the compiler wheels of the same version, installed without their dependencies:
@@ -11,82 +17,164 @@ the compiler wheels of the same version, installed without their dependencies:
 
 An error is: a case that does not lower or compile; an empty list of cases; register spills; more
 shared memory than the device has; an array as large as the weight or a pool made by XLA (a copy);
-gathering in a sharded program; and, for a model's shapes, loads of the weight or of keys and values
-narrower than 8 bytes a thread in the main loop.
+gathering in a sharded program; an atomic instruction (sums would vary from run to run); and, for a
+model's shapes, loads of the weight or of keys and values narrower than 8 bytes a thread in the main
+loop.
 
 Columns: registers a thread; shared memory a block; resident warps an SM and KB of weight or KV in
-flight an SM (30 needed on an H200); bytes a thread loads of the weight or KV at once; arithmetic
-PTX instructions per weight or KV element in the main loop, addresses and softmax included;
-predicted and least possible time, their ratio, and the target. Nothing here was measured on a GPU.
+flight an SM (30 needed on an H200); bytes a thread loads of the weight or KV at once (16 is the
+most; where it is less, the end of the line says why); arithmetic instructions per weight or KV
+element in the main loop, addresses and softmax included (of PTX: the machine code has a few more
+moves); what limits the predicted time (see `predict`); that time, the least possible one, their
+ratio, and the target. Nothing here was measured on a GPU.
+
+The last complete run is in results/, one file per version of jax.
 """
 
 import argparse
 import dataclasses
+import datetime
+import functools
+import hashlib
+import importlib.metadata
 import json
+import os
+import platform
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from pallas_kernels import predict, tuning
-from pallas_kernels.aot import cases
+from pallas_kernels import tuning
+from pallas_kernels.aot import cases, report
 from pallas_kernels.aot.cases import Compile
-from pallas_kernels.cost import Cost
+from pallas_kernels.aot.judge import judge
 from pallas_kernels.devices import DEVICES
 from pallas_kernels.int4_matmul import config as matmul_configs
 from pallas_kernels.paged_attention import config as attention_configs
-from pallas_kernels.paged_attention.shapes import Case as AttentionCase
 
-NARROWEST_LOAD = 8
 TIMEOUT_SECONDS = 240
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--reduced", action="store_true", help="each code path once")
-    parser.add_argument("--device", choices=tuple(DEVICES), help="only this device's cases")
+    parser.add_argument(
+        "--device", nargs="+", choices=tuple(DEVICES), help="only these devices' cases"
+    )
     parser.add_argument(
         "--predict", nargs="+", choices=tuple(DEVICES), help="rewrite predicted entries of tuned/"
     )
     parser.add_argument("--jobs", type=int, default=2, help="compiling processes at a time")
+    parser.add_argument("--resume", type=Path, help="folder of compilations already made")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file of the table; keeps other devices' part"
+    )
     options = parser.parse_args()
     if options.predict and len({_code_of(device) for device in options.predict}) > 1:
         parser.error("--predict: devices predicted together must share their code (h100 and h200)")
+    if options.out and (options.reduced or options.predict):
+        parser.error("--out: keeps complete runs, not --reduced nor --predict")
+    devices = tuple(options.device or DEVICES)
     if options.predict:
         todo = [
             Compile(op, options.predict[0], dataclasses.asdict(case), critical=True)
             for op, case in cases.model_cases()
         ]
     elif options.reduced:
-        todo = cases.reduced()
+        todo = [c for c in cases.reduced() if c.device in devices]
     else:
-        todo = cases.all_cases((options.device,) if options.device else tuple(DEVICES))
-    if options.device:
-        todo = [c for c in todo if c.device == options.device]
+        todo = cases.all_cases(devices)
     if not todo:
         print("error: no cases: the tables of tuned/ are missing")
         return 1
     start = time.monotonic()
-    errors: list[str] = []
-    results = []
-    print(_HEADER)
+    errors: dict[str, list[str]] = {}
+    results: list[tuple[Compile, dict]] = []
+    print(report.HEADER)
     with ThreadPoolExecutor(options.jobs) as pool:
-        run = _run_first_that_fits if options.predict else _run
-        for c, outcome in zip(todo, pool.map(run, todo), strict=True):
-            found = [outcome] if isinstance(outcome, str) else judge(c, outcome)
-            errors += [f"{c.label} ({c.device}): {e}" for e in found]
-            if not isinstance(outcome, str):
-                results.append((c, outcome))
-                print(_row(c, outcome), flush=True)
-    print(f"{len(todo)} compilations in {time.monotonic() - start:.0f} s, {len(errors)} errors")
-    for error in errors:
+        run = functools.partial(
+            _run_first_that_fits if options.predict else _run, kept=options.resume
+        )
+        for compiled, outcome in zip(todo, pool.map(run, todo), strict=True):
+            for device in (compiled.device, *compiled.also):
+                c = dataclasses.replace(compiled, device=device)
+                found = [outcome] if isinstance(outcome, str) else judge(c, outcome)
+                errors.setdefault(device, []).extend(f"{c.label} ({device}): {e}" for e in found)
+                if not isinstance(outcome, str):
+                    results.append((c, outcome))
+                    print(report.row(device, report.record(c, outcome)), flush=True)
+    for device in errors:
+        for line in report.bars(device, results):
+            print("predicted,", line)
+    seconds = time.monotonic() - start
+    number = sum(map(len, errors.values()))
+    print(f"{len(todo)} compilations in {seconds:.0f} s, {number} errors")
+    for error in (error for found in errors.values() for error in found):
         print("error:", error)
-    if options.predict and not errors:
+    if options.predict and not number:
         for device in options.predict:
             same = [(dataclasses.replace(c, device=device), facts) for c, facts in results]
             print("wrote", _write(device, same))
-    return 1 if errors else 0
+    if options.out:
+        _keep(options.out, results, errors, seconds)
+        print("wrote", options.out)
+    return 1 if number else 0
+
+
+def _keep(path: Path, results: list, errors: dict[str, list[str]], seconds: float) -> None:
+    """Writes the devices of this run to `path`, one row of the table a line."""
+    run = dict(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        commit=_commit(),
+        machine=f"{os.cpu_count()} cores, no GPU",
+        versions=_versions(),
+        seconds=round(seconds),
+    )
+    parts = json.loads(path.read_text()) if path.exists() else {}
+    for device, found in errors.items():
+        records = [report.record(c, facts) for c, facts in results if c.device == device]
+        parts[device] = run | dict(
+            errors=found,
+            bars=report.bars(device, results),
+            columns=report.COLUMNS,
+            rows=[list(line.values()) for line in records],
+        )
+    blocks = []
+    for device, part in parts.items():
+        rows = ",\n".join(f"    {json.dumps(line)}" for line in part.pop("rows"))
+        head = ",\n".join(f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in part.items())
+        blocks.append(f' {json.dumps(device)}: {{\n{head},\n   "rows": [\n{rows}\n   ]\n }}')
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, with + where sources or tables have changes."""
+    folder = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "predict.py")
+        changed = git("status", "--porcelain", "--", ":(glob)**/*.py", ":(glob)tuned/*.json")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _code_of(device_key: str) -> tuple[str, int]:
@@ -94,8 +182,44 @@ def _code_of(device_key: str) -> tuple[str, int]:
     return DEVICES[device_key].arch, DEVICES[device_key].num_sms
 
 
-def _run(c: Compile) -> dict | str:
-    """The compiled facts of a case, or what went wrong."""
+def _run(c: Compile, kept: Path | None = None) -> dict | str:
+    """The compiled facts of a case, from `kept` where they are there, or what went wrong."""
+    if kept is None:
+        return _compile(c)
+    path = kept / f"{_sources(c.num_devices > 1)}_{_key(c)}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    outcome = _compile(c)
+    kept.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(outcome))
+    return outcome
+
+
+def _key(c: Compile) -> str:
+    """What of a case decides its code."""
+    of = [c.op, *_code_of(c.device), c.case, c.config, c.num_devices]
+    return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _sources(by_rule: bool) -> str:
+    """What else decides it: versions, and sources but those that judge.
+
+    The rules and tuned/ count where the compiled program asks them for its configuration.
+    """
+    folder = Path(__file__).parents[1]
+    others = {"predict.py", "aot/__main__.py", "aot/report.py", "aot/judge.py"}
+    rules = {"tuning.py", "int4_matmul/config.py", "paged_attention/config.py"}
+    left_out = {folder / name for name in (others if by_rule else others | rules)}
+    paths = [p for p in sorted(folder.rglob("*.py")) if p not in left_out]
+    paths += sorted(folder.glob("tuned/*.json")) if by_rule else []
+    digest = hashlib.sha256(json.dumps(_versions()).encode())
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(c: Compile) -> dict | str:
     request = json.dumps(dataclasses.asdict(c))
     try:
         run = subprocess.run(
@@ -112,7 +236,7 @@ def _run(c: Compile) -> dict | str:
     return json.loads(run.stdout)
 
 
-def _run_first_that_fits(c: Compile) -> dict | str:
+def _run_first_that_fits(c: Compile, kept: Path | None = None) -> dict | str:
     """Like `_run`, trying smaller configurations than the rule's until one does not spill.
 
     Whether the assembler spills hangs on details (it caps small programs at 128 registers on
@@ -121,7 +245,7 @@ def _run_first_that_fits(c: Compile) -> dict | str:
     outcome = ""
     for config in _ever_smaller(c):
         attempt = dataclasses.replace(c, config=dataclasses.asdict(config))
-        outcome = _run(attempt)
+        outcome = _run(attempt, kept)
         if not isinstance(outcome, str) and not judge(attempt, outcome):
             break
     return outcome
@@ -146,140 +270,6 @@ def _ever_smaller(c: Compile) -> list:
     return [base, *(dataclasses.replace(base, **change) for change in changes)]
 
 
-def judge(c: Compile, facts: dict) -> list[str]:
-    """The gates of the module docstring; what is wrong with a compiled case."""
-    errors = []
-    ours = _main_kernel(facts)
-    if ours is None:
-        return ["no kernel of ours in the compiled program"]
-    for kernel in facts["kernels"]:
-        if kernel["spill_bytes"]:
-            errors.append(f"{kernel['name']} spills {kernel['spill_bytes']} bytes a thread")
-    limit = DEVICES[c.device].smem_per_block
-    for launch in facts["launches"]:
-        if launch["shared_bytes"] > limit:
-            errors.append(
-                f"{launch['name']} needs {launch['shared_bytes']} bytes of shared memory, the "
-                f"device has {limit}"
-            )
-    # Small operands are within the noise of index arithmetic: judge from 64 KB on.
-    if facts["big_bytes"] >= 2**16 and facts["largest_copy_bytes"] >= facts["big_bytes"]:
-        errors.append(
-            f"XLA makes an array of {facts['largest_copy_bytes']} bytes: the weight or pool "
-            f"({facts['big_bytes']}) is copied"
-        )
-    if c.num_devices > 1 and facts["collectives"]:
-        errors.append(f"the sharded program communicates: {facts['collectives']}")
-    width = _load_width(facts)
-    if c.critical and c.op != "append_kv" and (width is None or width < NARROWEST_LOAD):
-        errors.append(f"loads {width} bytes of weight or KV at a time, under {NARROWEST_LOAD}")
-    return errors
-
-
-def _main_kernel(facts: dict) -> dict | None:
-    names = ("int4_matmul", "int8_matmul", "paged_attention", "append_kv")
-    ours = [
-        k for k in facts["kernels"]
-        if k["name"].startswith(names) and not k["name"].endswith(("_reduce", "_join"))
-    ]  # fmt: skip
-    return ours[0] if ours else None
-
-
-def _load_width(facts: dict) -> int | None:
-    """The narrowest load of the weight or the pools in the main loop, bytes a thread."""
-    kernel = _main_kernel(facts)
-    if kernel is None or kernel["loop"] is None:
-        return None
-    loads = kernel["loop"]["load_bytes"]
-    widths = [loads[str(a)] for a in facts["big_arguments"] if str(a) in loads]
-    return min(widths) if len(widths) == len(facts["big_arguments"]) and widths else None
-
-
-def _estimate(c: Compile, facts: dict) -> dict[str, Any] | None:
-    """Occupancy and predicted time; None for kernels without a main loop."""
-    kernel, config = _main_kernel(facts), facts["config"]
-    if kernel is None or kernel["loop"] is None or config is None or c.num_devices > 1:
-        return None
-    device, case = DEVICES[c.device], cases.case_of(c.op, c.case)
-    launch = next(x for x in facts["launches"] if x["name"] == kernel["name"])
-    if isinstance(case, AttentionCase):
-        bits = 8 if case.kv_dtype in ("fp8_e4m3", "fp8_e5m2", "int8") else 16
-        elements = config["block_s"] * case.H * 2
-        pairs = case.max_query_len * case.G
-        row_blocks = -(-case.max_query_len // config["block_q"])
-        total_keys = sum(context for context, _ in case.rows) * row_blocks
-        iterations = total_keys * case.K / config["block_s"]
-        rows = max(16, 1 << (config["block_q"] * case.G - 1).bit_length())
-        tensor = 2 * rows * elements * iterations
-        splits, parts = config["num_splits"], pairs * case.K * len(case.rows) * case.H
-    else:
-        bits = case.bits
-        elements = config["block_n"] * config["block_k"]
-        row_blocks = -(-case.M // config["block_m"])
-        iterations = case.N * case.K * row_blocks / elements
-        tensor = 2 * config["block_m"] * elements * iterations
-        splits, parts = config["split_k"], case.M * case.N
-    occ = predict.occupancy(
-        device, kernel["registers"], launch["shared_bytes"], launch["threads"], launch["grid"],
-        elements * bits // 8, config["num_stages"],
-    )  # fmt: skip
-    loop = kernel["loop"]
-    warps = launch["threads"] // 32
-    cost = Cost(**facts["cost"])
-    time = predict.seconds(
-        device,
-        cost,
-        occ,
-        grid=launch["grid"],
-        instructions=(1.15 * loop["alu"] + loop["matrix"]) * warps * iterations,
-        tensor_flops=tensor,
-        num_kernels=len(facts["launches"]),
-        extra_bytes=8 * splits * parts if splits > 1 else 0,
-    )
-    floor = cost.floor_seconds(device)
-    return dict(
-        occupancy=occ,
-        alu_per_element=loop["alu"] * launch["threads"] / elements,
-        microseconds=round(time * 1e6, 1),
-        floor_microseconds=round(floor * 1e6, 3),
-        share_of_floor=round(floor / time, 4),
-        target=_target(c, case),
-    )
-
-
-def _target(c: Compile, case) -> int | None:
-    if DEVICES[c.device].key != "h200":
-        return None
-    if isinstance(case, AttentionCase):
-        key = (case.K, case.H, case.rows[0][0], len(case.rows))
-        decode = case.max_query_len == 1 and case.kv_dtype == "fp8_e4m3"
-        return predict.ATTENTION_TARGETS.get(key) if decode else None
-    few = case.M <= 16 and case.group_size == 128
-    return predict.INT4_TARGETS.get((case.N, case.K)) if few else None
-
-
-_HEADER = (
-    f"{'case':58} {'device':6} {'regs':>4} {'smem':>6} {'warps':>5} {'KB fly':>6} {'load':>4} "
-    f"{'alu/el':>6} {'us':>8} {'floor':>8} {'share':>5} {'target':>6}"
-)
-
-
-def _row(c: Compile, facts: dict) -> str:
-    kernel, estimate = _main_kernel(facts), _estimate(c, facts)
-    if kernel is None:
-        return f"{c.label:58} {c.device:6} no kernel"
-    shared = max((x["shared_bytes"] for x in facts["launches"]), default=0)
-    head = f"{c.label:58} {c.device:6} {kernel['registers']:4} {shared:6}"
-    if estimate is None:
-        return head
-    occ, target = estimate["occupancy"], estimate["target"] or ""
-    return (
-        f"{head} {occ.warps:5} {occ.bytes_in_flight / 1024:6.0f} {_load_width(facts) or '?':>4} "
-        f"{estimate['alu_per_element']:6.2f} {estimate['microseconds']:8.1f} "
-        f"{estimate['floor_microseconds']:8.2f} {estimate['share_of_floor']:5.2f} {target:>6}"
-    )
-
-
 def _write(device_key: str, results: list) -> str:
     """Writes predicted entries; measured ones with the same key stay."""
     table = tuning.load(device_key)
@@ -287,7 +277,7 @@ def _write(device_key: str, results: list) -> str:
         measured = {json.dumps(e["key"]) for e in table.get(op, []) if e["status"] == "measured"}
         entries = []
         for c, facts in results:
-            estimate = _estimate(c, facts) if c.op == op else None
+            estimate = report.estimate(c, facts) if c.op == op else None
             if estimate is None:
                 continue
             key = configs.key_of_case(cases.case_of(op, c.case))

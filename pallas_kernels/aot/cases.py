@@ -7,7 +7,9 @@ from typing import Any
 from pallas_kernels import tuning
 from pallas_kernels.append_kv import shapes as append_shapes
 from pallas_kernels.devices import DEVICES
+from pallas_kernels.int4_matmul import config as matmul_configs
 from pallas_kernels.int4_matmul import shapes as matmul_shapes
+from pallas_kernels.paged_attention import config as attention_configs
 from pallas_kernels.paged_attention import shapes as attention_shapes
 
 CASE_TYPES: dict[str, Any] = {
@@ -23,6 +25,7 @@ class Compile:
 
     `config` None takes what a call would take. In a `critical` case, one of a model's shapes,
     narrow loads of weights or of keys and values are an error; elsewhere they are reported.
+    `also` names the devices that get the same code, and for which it is judged too.
     """
 
     op: str
@@ -31,6 +34,7 @@ class Compile:
     config: dict | None = None
     critical: bool = False
     num_devices: int = 1
+    also: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -84,15 +88,19 @@ def tuned(device: str) -> list[Compile]:
 
 
 def edges(device: str) -> list[Compile]:
-    """The cases of the three shapes.py, and the sharded ops."""
-    found = [
-        Compile("int4_matmul", device, dataclasses.asdict(case))
-        for case in (*matmul_shapes.EDGES, *matmul_shapes.SLOW_EDGES)
-    ]
-    found += [
-        Compile("paged_attention", device, dataclasses.asdict(case))
-        for case in (*attention_shapes.EDGES, *attention_shapes.SLOW_EDGES)
-    ]
+    """The cases of the three shapes.py, cut as a call would be, and the sharded ops."""
+    found = []
+    for op, configs, cases in (
+        ("int4_matmul", matmul_configs, (*matmul_shapes.EDGES, *matmul_shapes.SLOW_EDGES)),
+        (
+            "paged_attention",
+            attention_configs,
+            (*attention_shapes.EDGES, *attention_shapes.SLOW_EDGES),
+        ),
+    ):
+        for case in cases:
+            config = configs.config_for(configs.problem_of_case(case), DEVICES[device])
+            found.append(Compile(op, device, dataclasses.asdict(case), dataclasses.asdict(config)))
     found += [
         Compile("append_kv", device, dataclasses.asdict(case)) for case in append_shapes.EDGES
     ]
@@ -172,7 +180,8 @@ def reduced() -> list[Compile]:
         ("a100", "l4", "h200") * 20,
         (
             *matmul_shapes.EDGES[len(matmul_shapes.ROWS) + len(matmul_shapes.OUTPUTS) :],
-            *attention_shapes.EDGES[1::2],
+            *attention_shapes.EDGES[1:5],  # the other formats
+            *attention_shapes.EDGES[6::2],
             *append_shapes.EDGES[::2],
         ),
         strict=False,
@@ -187,6 +196,10 @@ def all_cases(devices: tuple[str, ...] = tuple(DEVICES)) -> list[Compile]:
     seen: dict[tuple, Compile] = {}
     for device in devices:
         for c in (*tuned(device), *edges(device)):
-            key = (DEVICES[device].arch, c.op, str(c.case), str(c.config), c.num_devices)
-            seen.setdefault(key, c)
+            of = DEVICES[device]
+            key = (of.arch, of.num_sms, c.op, str(c.case), str(c.config), c.num_devices)
+            if key in seen:
+                seen[key] = dataclasses.replace(seen[key], also=(*seen[key].also, device))
+            else:
+                seen[key] = c
     return list(seen.values())

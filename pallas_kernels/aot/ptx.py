@@ -13,6 +13,7 @@ from pathlib import Path
 
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
 _STATEMENT = re.compile(r"^(?:@!?%p\d+\s+)?([a-z][\w.:]*)\b\s*(.*)$", re.S)
+_ATOMIC = re.compile(r"\b(?:atom|red)\.")
 _LABEL = re.compile(r"^(\$L\w+):")
 _REGISTER = re.compile(r"%\w+")
 _PTXAS = re.compile(
@@ -56,12 +57,13 @@ class Loop:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel. Bytes are per thread (stack, spills)."""
+    """One compiled kernel. Bytes are per thread (stack, spills); atomics, instructions in all."""
 
     name: str
     registers: int
     stack_bytes: int
     spill_bytes: int
+    atomics: int
     loop: Loop | None
 
 
@@ -77,7 +79,8 @@ def kernels(path: Path, ptxas: str) -> list[Kernel]:
         body = text[start:end]
         name = _ENTRY.match(body).group(1)  # type: ignore[union-attr]
         registers, stack, spill = facts[name]
-        found.append(Kernel(name, registers, stack, spill, _main_loop(body, name)))
+        atomics = len(_ATOMIC.findall(body))
+        found.append(Kernel(name, registers, stack, spill, atomics, _main_loop(body, name)))
     return found
 
 

@@ -11,17 +11,23 @@ import jax.numpy as jnp
 from pallas_kernels.cost import nbytes
 
 SAMPLES = 15
-# Inputs rotate through copies that together exceed the level 2 cache this many times.
+# Inputs rotate through copies that together exceed the level 2 cache this many times; the small
+# model's smallest call needs 570 of them.
 CACHE_MULTIPLE = 4
-MAX_COPIES = 64
+MAX_COPIES = 1024
 
 
 def copies_of(arguments: tuple, l2_bytes: int) -> list[tuple]:
     """Copies of a call's arrays, enough that each is out of the cache when its turn comes again."""
     size = sum(nbytes(leaf) for leaf in jax.tree.leaves(arguments))
-    number = min(MAX_COPIES, max(2, -(-CACHE_MULTIPLE * l2_bytes // max(size, 1))))
+    number = num_copies(size, l2_bytes)
     duplicate = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
     return [arguments, *(duplicate(arguments) for _ in range(number - 1))]
+
+
+def num_copies(size: int, l2_bytes: int) -> int:
+    """How many copies of `size` bytes exceed the cache CACHE_MULTIPLE times; at least 2."""
+    return min(MAX_COPIES, max(2, -(-CACHE_MULTIPLE * l2_bytes // max(size, 1))))
 
 
 def seconds(function: Callable, copies: list[tuple]) -> float:

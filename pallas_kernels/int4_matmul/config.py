@@ -17,6 +17,11 @@ ROW_BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
 MAX_KERNEL_ROWS = 512
 
 
+# Bytes of weight an SM must have on their way for an H200's bandwidth (Little's law: its share of
+# 4.8 TB/s for 800 ns); the others need less.
+BYTES_IN_FLIGHT = 30 * 1024
+
+
 def row_bucket(rows: int) -> int:
     """The bucket that serves `rows` (beyond the last, the last)."""
     return next((bucket for bucket in ROW_BUCKETS if rows <= bucket), ROW_BUCKETS[-1])
@@ -67,7 +72,8 @@ def rule(problem: Problem, device: Device | None) -> Config:
     Up to 64 rows, two warps a program: on Hopper four would take the warpgroup tensor instruction,
     whose register operand is filled from shared memory two bytes at a time, while two warps keep
     the older one that reads eight. K is split until there are up to four programs an SM: all are
-    resident at once, and no second wave starts.
+    resident at once, and no second wave starts. Many rows take tiles of 128 x 128, or smaller ones
+    where those would leave SMs idle.
     """
     device = device or DEVICES["h200"]
     few = problem.rows <= 64
@@ -75,10 +81,18 @@ def rule(problem: Problem, device: Device | None) -> Config:
     block_n = 64 if few else 128
     if not few and problem.activation is not None:
         block_m = min(block_m, 64)  # two accumulators live at once
-    block_k = _block_k(problem, 128 if few else 64)
-    scaling = "pre"
-    if few and post(problem, block_k) and problem.group_size >= 2 * block_m:
-        scaling = "post"
+    while not few and block_n > 64 and _tiles(problem, block_n, block_m) < device.num_sms:
+        block_n, block_m = (block_n, 64) if block_m > 64 else (64, block_m)
+
+    def scale_after(block_k: int) -> bool:
+        return few and post(problem, block_k) and problem.group_size >= 2 * block_m
+
+    block_k, narrow = _block_k(problem, 128 if few else 64), _block_k(problem, 64)
+    # Scaling weight by weight holds a scale and a least value for each: 128 codes of K then take
+    # all of the 128 registers the assembler grants 64 threads, and spill on some versions of jax.
+    if not scale_after(block_k) and (block_m == 16 or scale_after(narrow)):
+        block_k = narrow
+    scaling = "post" if scale_after(block_k) else "pre"
     split_k = 1
     if few:
         tiles = math.ceil(problem.out_features / block_n)
@@ -90,15 +104,29 @@ def rule(problem: Problem, device: Device | None) -> Config:
         # Partial sums are float32 and move twice: at 64 rows 16 splits move more than the weight.
         split_k = min(split_k, max(1, 256 // block_m))
         split_k = 1 << (split_k.bit_length() - 1)
+    num_stages = (4 if block_k == 128 else 6) if few else 3
+    if few and block_m == 64:
+        # Tiles of x are large by now: as many stages as the loads need and shared memory holds.
+        weight_bytes = block_n * block_k * problem.bits // 8
+        stage_bytes = weight_bytes + 2 * block_m * block_k
+        resident = min(4, math.ceil(_tiles(problem, block_n, block_m) * split_k / device.num_sms))
+        needed = math.ceil(BYTES_IN_FLIGHT / (resident * weight_bytes))
+        fits = device.smem_per_sm // (resident * stage_bytes)
+        num_stages = 1 + max(2, min(needed, fits, 4))
     return Config(
         block_n=block_n,
         block_m=block_m,
         block_k=block_k,
         split_k=split_k,
         scaling=scaling,
-        num_warps=2 if few else 8,
-        num_stages=4 if few and block_m < 64 else 3,
+        num_warps=2 if few else 4 if block_n * block_m <= 64 * 64 else 8,
+        num_stages=num_stages,
     )
+
+
+def _tiles(problem: Problem, block_n: int, block_m: int) -> int:
+    """Programs of an unsplit call."""
+    return math.ceil(problem.out_columns / block_n) * math.ceil(problem.rows / block_m)
 
 
 def _block_k(problem: Problem, most: int) -> int:

@@ -14,7 +14,10 @@ is exact. The group's scale is then applied in one of two places, never in a pas
                                                    dtype
 
 "post" costs rows / group_size multiplies a weight and rounds nothing; "pre" costs a constant and
-serves groups smaller than a tile, float offsets, and many rows.
+serves groups smaller than a tile, float offsets, and many rows. Where "pre" needs float32 (float
+offsets, scales in another 16-bit dtype than x), a byte of a nibble put beside 0x43 is the float32
+128 + q, and one multiply-add with scale and offset - 128 scale (or -(128 + zero) scale) makes the
+weight: 11 instructions for 4 weights with the rounding to pairs.
 
 With few rows there are too few tiles to keep all SMs loading, so K is split: every split writes
 float32 partial sums, and a second kernel adds them in a fixed order (results do not vary from run
@@ -296,6 +299,22 @@ def _dequantize(codes, operand: _Operand, values, problem: Problem, config: Conf
     """The operand [BN, width] in x's dtype: q - zero for "post", the weight itself for "pre"."""
     dtype = jnp.dtype(problem.x_dtype)
     spread = functools.partial(_spread, shape=(config.block_n, operand.width))
+    native = not problem.has_offset and problem.scale_dtype == problem.x_dtype
+    # With scales of 16 bits (128 + q) * scale is exact in float32; with wider ones a weight of 0
+    # would not be.
+    if (
+        problem.bits == 4
+        and config.scaling == "pre"
+        and not native
+        and problem.scale_dtype != "float32"
+    ):
+        scale = values["scale"].astype(jnp.float32)
+        if problem.has_offset:
+            least = values["offset"].astype(jnp.float32) - 128.0 * scale
+        else:
+            zero = values["zero"].astype(jnp.float32) if problem.has_zero else problem.implicit_zero
+            least = -(128.0 + zero) * scale
+        return _scale_codes(codes, spread(scale), spread(least), operand.nibble, dtype, interpret)
     base = 0 if problem.bits == 8 else _MAGIC[problem.x_dtype][1]
     if problem.has_zero:
         minus_zero = spread((-base - values["zero"].astype(jnp.float32)).astype(dtype))
@@ -308,7 +327,7 @@ def _dequantize(codes, operand: _Operand, values, problem: Problem, config: Conf
         q = _unpack(codes, minus_zero, operand.nibble, problem.x_dtype, interpret)
     if config.scaling == "post":
         return q
-    if not problem.has_offset and problem.scale_dtype == problem.x_dtype:
+    if native:
         return _multiply(q, spread(values["scale"]), interpret)
     weight = q.astype(jnp.float32) * spread(values["scale"].astype(jnp.float32))
     if problem.has_offset:
@@ -366,6 +385,35 @@ def multiply_assembly(dtype: str) -> str:
     """PTX: the product ($0) of two pairs ($1, $2)."""
     suffix, _, minus_null = _PACKED[dtype]
     return f"{{ .reg .b32 n; mov.b32 n, {minus_null}; fma.rn.{suffix} $0, $1, $2, n; }}"
+
+
+def _scale_codes(codes, scale, least, nibble: str, dtype, interpret: bool):
+    """uint8 codes [BN, C] -> (128 + q) * scale + least [BN, C] rounded to dtype; float32 scales."""
+    if interpret:
+        q = codes & 15 if nibble == "low" else codes >> 4
+        return ((128.0 + q.astype(jnp.float32)) * scale + least).astype(dtype)
+    [weight] = plt.elementwise_inline_asm(
+        scale_assembly(nibble, dtype.name),
+        args=[codes, scale, least],
+        constraints="=r,=r,r,f,f,f,f,f,f,f,f",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, dtype)],
+    )
+    return weight
+
+
+def scale_assembly(nibble: str, dtype: str) -> str:
+    """PTX: four bytes ($2), four scales ($3-$6) and least values ($7-$10) to two pairs ($0, $1)."""
+    suffix, _, _ = _PACKED[dtype]
+    shift = "" if nibble == "low" else "shr.u32 t, t, 4; "
+    numbers = " ".join(
+        f"prmt.b32 {r}, t, 0x43000000, 0x7{i}44; fma.rn.f32 {r}, {r}, ${3 + i}, ${7 + i};"
+        for i, r in enumerate("abcd")
+    )
+    return (
+        f"{{ .reg .b32 t, a, b, c, d; mov.b32 t, $2; {shift}and.b32 t, t, 0x0f0f0f0f; {numbers} "
+        f"cvt.rn.{suffix}.f32 $0, b, a; cvt.rn.{suffix}.f32 $1, d, c; }}"
+    )
 
 
 def _multiply(q, scale, interpret: bool):

@@ -65,8 +65,11 @@ def rule(problem: Problem, device: Device | None) -> Config:
     rows = rows_of(problem, block_q)
     fp8_decode = "cvt" if device.capability >= (9, 0) else "bits"
     # Taking FP8 apart by bits needs registers too: 64 keys by 128 dimensions spill then.
-    widest = 64 if problem.format.bits == 8 and fp8_decode == "bits" else 128
-    block_s = 64 if problem.head_dim <= widest and rows > 16 else 32
+    by_bits = problem.format.bits == 8 and fp8_decode == "bits"
+    block_s = 64 if problem.head_dim <= (64 if by_bits else 128) and rows > 16 else 32
+    # One warp for all dimensions of two tiles of 32 keys: only what needs no padding fits.
+    few_keys = problem.format.bits == 8 and rows == 16 and problem.head_dim not in (16, 32, 64, 128)
+    block_s = 16 if few_keys else block_s
     programs = problem.num_rows * math.ceil(problem.max_query_len / block_q) * problem.num_kv_heads
     # So many programs an SM are resident at once and keep enough loads in flight; one more would
     # start a second wave.
@@ -80,9 +83,11 @@ def rule(problem: Problem, device: Device | None) -> Config:
             (s for s in (1, 2, 4, 8) if s == 1 or problem.max_context >= 1024 * s),
             key=lambda s: _last_wave_loss(programs * s / resident) + 0.02 * s,
         )
-    # Joining writes and reads float32 parts of every token: not worth it for prefill.
+    # Joining writes and reads float32 parts of every token: in prefill only where SMs are idle (and
+    # registers are left to address the parts).
     if problem.max_query_len > 16:
-        num_splits = 1
+        idle = 2 * device.num_sms // programs if programs < device.num_sms and not by_bits else 1
+        num_splits = 1 << (min(idle, most_splits, 4).bit_length() - 1)
     return Config(
         block_q=block_q,
         block_s=block_s,
@@ -90,7 +95,7 @@ def rule(problem: Problem, device: Device | None) -> Config:
         fp8_decode=fp8_decode,
         # One warp alone cannot hold the sums of 256 dimensions.
         num_warps=max(1 if problem.head_dim <= 128 else 2, min(4, rows // 16)),
-        num_stages=3,
+        num_stages=4 if few_keys else 3,
     )
 
 

@@ -50,6 +50,14 @@ def _execute(opcode: str, args: list) -> np.ndarray:
     if opcode == "cvt.rn.f16x2.e4m3x2":
         halves = [(args[0] >> np.uint32(8 * i)).astype(np.uint8) for i in range(2)]
         return pack([h.view(ml_dtypes.float8_e4m3fn).astype(np.float16) for h in halves])
+    if opcode == "fma.rn.f32":
+        # A product of two float32 numbers is exact in float64; their sum is rounded twice here.
+        a, b, c = (np.atleast_1d(x).view(np.float32).astype(np.float64) for x in args)
+        return (a * b + c).astype(np.float32).view(np.uint32)
+    if opcode in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
+        high, low = (np.atleast_1d(x).view(np.float32) for x in args)
+        dtype = _PAIR[opcode.split(".")[2]]
+        return pack([low.astype(dtype), high.astype(dtype)])
     operation, _, suffix = opcode.split(".")
     assert operation == "fma", opcode
     a, b, c = ([h.astype(np.float64) for h in unpack(x, _PAIR[suffix])] for x in args)

@@ -32,11 +32,11 @@ def encoded(values, kv_dtype):
     return low | high << 8
 
 
+_jitted = jax.jit(append_kv, static_argnames=("kv_dtype", "backend"))
+
+
 def run(positional, backend, **options):
-    arrays = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
-    static = {k: v for k, v in options.items() if k not in arrays}
-    call = functools.partial(append_kv, **static, backend=backend)
-    return [np.asarray(pool) for pool in jax.jit(call)(*positional, **arrays)]
+    return [np.asarray(pool) for pool in _jitted(*positional, **options, backend=backend)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,6 +3,7 @@
 The interpreter runs the twins and a GPU the assembly, so without a GPU this is what joins them.
 """
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -45,6 +46,28 @@ def test_packed_product(x_dtype):
     registers = run(matmul.multiply_assembly(x_dtype), {"$1": pack(list(a)), "$2": pack(list(b))})
     want = (a.astype(np.float64) * b.astype(np.float64)).astype(dtype)
     np.testing.assert_array_equal(np.stack(unpack(registers["$0"], dtype)), want)
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("nibble", ["low", "high"])
+def test_scaled_nibbles_of_all_bytes(nibble, x_dtype):
+    """Each byte at each place with a scale and an offset of its own, against the twin's result."""
+    codes = np.arange(256, dtype=np.uint32)
+    quad = [np.roll(codes, 37 * i) for i in range(4)]
+    rng = np.random.default_rng(0)
+    scale = rng.uniform(0.01, 2, (4, 256)).astype(np.float16).astype(np.float32)
+    least = rng.normal(size=(4, 256)).astype(np.float16).astype(np.float32) - 128 * scale
+    inputs = {"$2": sum(q << np.uint32(8 * i) for i, q in enumerate(quad))}
+    for i in range(4):
+        inputs[f"${3 + i}"] = scale[i].view(np.uint32)
+        inputs[f"${7 + i}"] = least[i].view(np.uint32)
+    registers = run(matmul.scale_assembly(nibble, x_dtype), inputs)
+    dtype = DTYPES[x_dtype]
+    found = np.stack([*unpack(registers["$0"], dtype), *unpack(registers["$1"], dtype)])
+    twin = matmul._scale_codes(
+        np.stack(quad).astype(np.uint8), scale, least, nibble, jnp.dtype(x_dtype), interpret=True
+    )
+    np.testing.assert_array_equal(found, np.asarray(twin))
 
 
 @pytest.mark.parametrize("fp8_decode", attention.FP8_DECODES)

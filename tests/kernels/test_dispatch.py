@@ -98,20 +98,57 @@ def test_tables_cover_both_models(key):
         assert chosen == type(chosen)(**entry["config"])
 
 
-def test_store_keeps_other_entries(tmp_path, monkeypatch):
+@pytest.fixture
+def empty_tables(tmp_path, monkeypatch):
+    def forget():
+        tuning.load.cache_clear()
+        tuning._index.cache_clear()
+
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
-    tuning.load.cache_clear()
-    tuning._index.cache_clear()
+    forget()
+    yield
+    forget()
+
+
+def test_store_keeps_other_entries(empty_tables):
     entries = [dict(key=dict(a=1), status="predicted"), dict(key=dict(a=2), status="predicted")]
     tuning.store("toy", "op", entries)
+    tuning.store_max_kernel_rows("toy", 256)
     path = tuning.store("toy", "op", [dict(key=dict(a=2), status="measured")])
     assert json.loads(path.read_text()) == dict(
-        device="toy", op=[entries[0], dict(key=dict(a=2), status="measured")]
-    )
+        device="toy", max_kernel_rows=256,
+        op=[entries[0], dict(key=dict(a=2), status="measured")],
+    )  # fmt: skip
     assert tuning.lookup("toy", "op", dict(a=2)) == dict(key=dict(a=2), status="measured")
     assert tuning.lookup("toy", "op", dict(a=3)) is None
-    tuning.load.cache_clear()
-    tuning._index.cache_clear()
+
+
+def test_tuning_writes_the_fastest_and_the_rows_limit(empty_tables, monkeypatch):
+    """With a clock that likes one split and XLA from 256 rows on."""
+    from pallas_kernels.bench import __main__ as bench
+    from pallas_kernels.int4_matmul import config as matmul_configs
+
+    def clock(op, case, device, config=None, backend="triton"):
+        if config is not None and op == "int4_matmul":
+            return 1e-3 * config.split_k
+        return 1e-3 * (200 if backend == "xla" else getattr(case, "M", 1))
+
+    monkeypatch.setattr(bench, "_time", clock)
+    case = shapes.Case(16, 4096, 4096)
+    todo = [("int4_matmul", case), ("int4_matmul", shapes.Case(64, 4096, 4096))]
+    monkeypatch.setattr(bench.compile_cases, "model_cases", lambda: list(todo))
+    device = devices.DEVICES["h200"]
+    result = bench.tune(device)
+    rule = matmul_configs.rule(matmul_configs.problem_of_case(case), device)
+    entry = tuning.lookup("h200", "int4_matmul", matmul_configs.key_of_case(case))
+    assert entry is not None and entry["status"] == "measured"
+    assert entry["config"]["split_k"] == rule.split_k // 2
+    assert result["max_kernel_rows"] == matmul_configs.max_kernel_rows(device) == 128
+    # A run whose time was over measures, in the next one, what it left out.
+    monkeypatch.setattr(bench, "BUDGET_SECONDS", -1)
+    todo.append(("int4_matmul", shapes.Case(16, 1024, 4096)))
+    assert sorted(todo, key=lambda c: bench._is_measured(device, *c))[0] == todo[-1]
+    assert bench.tune(device)["entries"]["int4_matmul"] == []
 
 
 def test_bench_on_a_cpu_prints_the_byte_model(tmp_path):

@@ -1,7 +1,6 @@
 """Does int4_matmul agree with float64 on the dequantised weight, on every backend?"""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -69,12 +68,17 @@ def expected(positional, keyword, correlated=False):
     return y, bound
 
 
+# One jit for the file, so that calls alike but for their values compile once.
+_jitted = jax.jit(
+    int4_matmul,
+    static_argnames=(
+        "bits", "group_size", "span", "implicit_zero", "gate_activation", "backend", "config",
+    ),
+)  # fmt: skip
+
+
 def run(positional, keyword, backend, **options):
-    """int4_matmul under jit, which is how it is used and three times as fast to compile."""
-    arrays = {k: v for k, v in keyword.items() if isinstance(v, np.ndarray | np.integer)}
-    static = {k: v for k, v in keyword.items() if k not in arrays} | options
-    call = functools.partial(int4_matmul, **static, backend=backend)
-    return jax.jit(call)(*positional, **arrays)
+    return _jitted(*positional, **keyword, **options, backend=backend)
 
 
 def check(positional, keyword, backend, correlated=False, **options):
@@ -170,10 +174,10 @@ def test_common_offset_of_x_cancels(backend):
 def test_rows_do_not_touch_one_another(backend):
     """A row of inf and NaN leaves the others bit-equal, also through the edge of the tile."""
     (x, packed, scale), keyword = arguments(Case(17, 65, 128))
-    clean = np.asarray(int4_matmul(x, packed, scale, **keyword, backend=backend))
+    clean = np.asarray(run((x, packed, scale), keyword, backend))
     x = x.copy()
     x[16, ::2], x[16, 1::2] = np.inf, np.nan
-    dirty = np.asarray(int4_matmul(x, packed, scale, **keyword, backend=backend))
+    dirty = np.asarray(run((x, packed, scale), keyword, backend))
     np.testing.assert_array_equal(clean[:16], dirty[:16])
     assert not np.isfinite(dirty[16].astype(np.float32)).any()
 
@@ -232,9 +236,7 @@ def test_float32_is_the_reference_mode():
         int4_matmul(x, packed, scale, **keyword, backend="interpret")
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(st.data())
-def test_drawn_shapes(data):
+def _check_drawn(data):
     group = data.draw(st.sampled_from([32, 64, 128, -1]))
     unit = 32 if group == -1 else group
     K = unit * data.draw(st.integers(1, 6))
@@ -252,6 +254,19 @@ def test_drawn_shapes(data):
         bias=data.draw(st.booleans()),
     )
     check(*arguments(case, seed=data.draw(st.integers(0, 99))), "interpret")
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.data())
+def test_drawn_shapes(data):
+    _check_drawn(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(st.data())
+def test_many_drawn_shapes(data):
+    _check_drawn(data)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +328,25 @@ def test_rule_cuts_every_problem():
             )  # fmt: skip
             for device in (None, *DEVICES.values()):
                 triton.check_config(problem, configs.rule(problem, device))
+
+
+def test_rule_fills_the_device():
+    """Narrow prefill gives most SMs a tile; at 64 rows enough is loaded ahead, and it fits."""
+    from pallas_kernels.devices import DEVICES
+
+    for device in DEVICES.values():
+        for N, K in ((1024, 4096), (4096, 4096), (960, 576)):
+            problem = configs.problem_of_case(Case(512, N, K, 32))
+            config = configs.rule(problem, device)
+            programs = -(-N // config.block_n) * (512 // config.block_m)
+            assert programs >= min(device.num_sms, N * 512 // 64**2) * 0.9
+        config = configs.rule(configs.problem_of_case(Case(64, 4096, 4096)), device)
+        ahead = config.num_stages - 1
+        stage = config.block_n * config.block_k // 2 + 2 * config.block_m * config.block_k
+        assert ahead * stage < device.smem_per_block
+        if device.key == "h200":
+            resident = 64 * config.split_k // device.num_sms
+            assert (resident + 1) * ahead * config.block_n * config.block_k // 2 >= 30 * 1024
 
 
 def model_cases():

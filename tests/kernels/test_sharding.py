@@ -18,8 +18,8 @@ mesh = Mesh(np.array(jax.devices()), ("model",))
 assert mesh.size == 2
 
 def same(name, plain, sharded, *arrays):
-    run = jax.jit(sharded)
-    text = run.lower(*arrays).compile().as_text()
+    run = jax.jit(sharded).lower(*arrays).compile()
+    text = run.as_text()
     assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text), name
     for x, y in zip(jax.tree.leaves(plain), jax.tree.leaves(run(*arrays))):
         np.testing.assert_array_equal(x, y, name)

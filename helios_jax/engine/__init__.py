@@ -1,0 +1,42 @@
+"""The serving engine: many requests at once over a paged KV cache, one pure step after another.
+
+`engine_step` is the pure function (`engine.step`); `Engine` the host around it. A caller who wants
+the batch loop in a program of their own takes the first:
+
+    state = init_state(model_config, scheduler_config, step_config, shapes=SamplingShapes())
+    state, outputs = engine_step(params, state, arrivals, now, max_rounds, model=..., ...)
+"""
+
+from helios_jax.engine.config import EngineConfig, StepConfig, resolve_config
+from helios_jax.engine.engine import Engine
+from helios_jax.engine.requests import EngineError, EngineFull, RequestUpdate
+from helios_jax.engine.state import (
+    Arrivals,
+    EngineState,
+    RowOutputs,
+    StepOutputs,
+    Telemetry,
+    init_arrivals,
+    init_state,
+)
+from helios_jax.engine.step import Variant, admit, engine_step
+
+__all__ = [
+    "Arrivals",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "EngineFull",
+    "EngineState",
+    "RequestUpdate",
+    "RowOutputs",
+    "StepConfig",
+    "StepOutputs",
+    "Telemetry",
+    "Variant",
+    "admit",
+    "engine_step",
+    "init_arrivals",
+    "init_state",
+    "resolve_config",
+]

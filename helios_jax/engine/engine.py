@@ -1,0 +1,803 @@
+"""How do requests get into the compiled steps, and their tokens out? The thin shell on the host.
+
+It turns requests into arrivals, starts step n + 1 before it reads step n, detokenises, streams and
+calls off. It decides nothing about memory or order: that is the step's (`engine.step`).
+"""
+
+import asyncio
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from helios_jax.cache.paged import KVScales
+from helios_jax.config import ModelConfig, require
+from helios_jax.engine.config import EngineConfig, resolve_config
+from helios_jax.engine.programs import Programs
+from helios_jax.engine.requests import (
+    EngineError,
+    EngineFull,
+    EngineRequest,
+    Prompt,
+    RequestUpdate,
+    Targets,
+    check_prompt,
+    check_sampling,
+    start_rows,
+)
+from helios_jax.engine.row_progress import RowProgress, logprobs_at, power_of_two
+from helios_jax.engine.state import (
+    EngineState,
+    RowOutputs,
+    StepOutputs,
+    StepSummary,
+    init_arrivals,
+    init_state,
+    widen_sampling,
+)
+from helios_jax.engine.step import plan_sizes, plan_step
+from helios_jax.engine.variants import LiveRow, StepVariants, bucket, choose_variants
+from helios_jax.generation import FINISH_REASONS, RUNNING
+from helios_jax.outputs import RequestOutput, StreamOutput
+from helios_jax.sampling import (
+    Logprobs,
+    SamplingParams,
+    SamplingShapes,
+    sampling_shapes,
+    stack_sampling,
+)
+from helios_jax.scheduler import ACCEPTED, Urgency, rebase
+from helios_jax.scheduler.urgency import deadline
+from helios_jax.tokenizer import Tokenizer
+
+_logger = logging.getLogger("helios_jax.engine")
+
+# Room for a few stop ids in every program, so that one more of them compiles nothing.
+_COMMON_SHAPES = SamplingShapes(num_stop_ids=4)
+# Arrivals of one admission; more take several.
+_ARRIVALS = (1, 8)
+_ABORTS = 8
+_MIN_PROMPT_WIDTH = 64
+# Rounds of a step while somebody streams.
+STREAMED_ROUNDS = 4
+# The device's clock starts anew after so long: float32 resolves milliseconds up to 1e4 s.
+REBASE_SECONDS = 4096.0
+
+
+@partial(jax.jit, donate_argnames="state")
+def _rebase(state: EngineState, seconds: jax.Array) -> EngineState:
+    return dataclasses.replace(state, scheduler=rebase(state.scheduler, seconds))
+
+
+class _InFlight(NamedTuple):
+    """A step that was started and not read."""
+
+    outputs: StepOutputs
+    chunk_tokens: int
+
+
+@dataclass
+class _Live:
+    """A row in the device's table."""
+
+    request: EngineRequest
+    index: int
+    row: LiveRow = field(repr=False)
+
+    @property
+    def progress(self) -> RowProgress:
+        return self.request.rows[self.index]
+
+
+class Engine:
+    """Serves requests together, as they come and go.
+
+    `step` is the whole engine; `generate` and `stream` call it until they have what they want, or
+    wait for the thread that `start` made. All methods may be called from any thread.
+
+    Attributes:
+      config: as given.
+      scheduler_config, step_config: what followed from it.
+      max_model_len: longest sequence.
+    """
+
+    def __init__(
+        self,
+        form: Any,
+        tokenizer: Tokenizer,
+        *,
+        model_config: ModelConfig,
+        config: EngineConfig | None = None,
+        urgency: Urgency = deadline,
+        kv_scales: KVScales | None = None,
+        seed: int | None = None,
+    ):
+        """
+        Args:
+          form: model, parameters and the KV cache's dtype, a `ServingForm`.
+          tokenizer: text to token ids and back.
+          model_config: the checkpoint's.
+          config: None for the defaults.
+          urgency: who goes first, see `scheduler.urgency`.
+          kv_scales: of an 8-bit KV cache, float32 [L, K] each; None for 1.
+          seed: makes the seeds of requests without one reproducible.
+
+        Raises:
+          ValueError: options that contradict each other or the model, or too little memory.
+        """
+        self.config = config or EngineConfig()
+        self.form = form
+        self.tokenizer = tokenizer
+        self.model_config = model_config
+        self._urgency = urgency
+        self._scales = kv_scales
+        self._rng = np.random.default_rng(seed)
+        self.scheduler_config, self.step_config = resolve_config(
+            self.config, form.model.config, cache_dtype=form.cache_dtype
+        )
+        self.max_model_len = self.scheduler_config.max_model_len
+        self._programs = Programs()
+        self._shapes = _COMMON_SHAPES | sampling_shapes(
+            [SamplingParams()], eos_token_ids=model_config.eos_token_ids
+        )
+        # `_inbox` guards what `submit` and `abort` touch, `_stepping` all the rest.
+        self._inbox = threading.Condition()
+        self._stepping = threading.RLock()
+        self._arrived: deque[EngineRequest] = deque()
+        self._called_off: list[int] = []
+        self._requests: dict[int, EngineRequest] = {}
+        self._num_rows = 0
+        self._next_id = 0
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+        self._totals: dict[str, float] = {}
+        self._start_over()
+
+    # Requests in
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: float = 0,
+        deadline_seconds: float | None = None,
+        ttft_target_seconds: float | None = None,
+        tpot_target_seconds: float | None = None,
+        on_update: Callable[[RequestUpdate], Any] | None = None,
+        is_streamed: bool = True,
+    ) -> int:
+        """Puts a request in line and returns its number.
+
+        Args:
+          prompt: text or token ids.
+          sampling: None for the defaults; its n outputs run side by side.
+          priority: lower is earlier, for the `priority` policy.
+          deadline_seconds: from now, for the whole answer.
+          ttft_target_seconds, tpot_target_seconds: to the first token, and for each later one.
+          on_update: called by the stepping thread with whatever is new; must be quick.
+          is_streamed: whether tokens are wanted as they come; False lets steps be longer.
+
+        Raises:
+          ValueError: an argument that breaks its rule; nothing was submitted.
+          EngineFull: no room in the request table for now.
+        """
+        params = check_sampling(sampling or SamplingParams(), self.tokenizer)
+        text, ids = check_prompt(
+            prompt, self.tokenizer, self.model_config, self.max_model_len, "prompt"
+        )
+        targets = Targets(priority, deadline_seconds, ttft_target_seconds, tpot_target_seconds)
+        # Here, so that what does not fit the vocabulary is refused before it is in line.
+        needed = sampling_shapes([params.output(0)], eos_token_ids=self.model_config.eos_token_ids)
+        stack_sampling(
+            [params.output(0)],
+            vocab_size=self.model_config.vocab_size,
+            eos_token_ids=self.model_config.eos_token_ids,
+        )
+        capacity = self.scheduler_config.max_num_rows
+        require(
+            params.n <= capacity,
+            f"n={params.n}: more outputs than max_num_rows={capacity}, the request table's size",
+        )
+        with self._inbox:
+            if self._num_rows + params.n > capacity:
+                raise EngineFull(
+                    f"the request table holds {self._num_rows} of max_num_rows={capacity} outputs "
+                    f"and this request wants {params.n}: try again when some have finished, or "
+                    "raise max_num_rows"
+                )
+            rows = start_rows(
+                ids, params, self.tokenizer, self.model_config.eos_token_ids,
+                self.max_model_len, self._rng,
+            )  # fmt: skip
+            request_id = self._next_id
+            row_ids = [self._next_id + index for index in range(params.n)]
+            self._next_id += params.n
+            request = EngineRequest(
+                request_id=request_id,
+                prompt=text,
+                prompt_token_ids=ids,
+                rows=rows,
+                row_ids=row_ids,
+                targets=targets,
+                arrival_seconds=time.monotonic(),
+                submitted_seconds=time.perf_counter(),
+                on_update=on_update,
+                is_streamed=is_streamed,
+            )
+            self._wanted_shapes |= needed
+            self._requests[request_id] = request
+            self._num_rows += params.n
+            self._arrived.append(request)
+            self._inbox.notify_all()
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request: nothing more of it comes, and its blocks are free after the next step.
+
+        One that has ended, or never was, is passed over.
+        """
+        with self._inbox:
+            request = self._requests.get(request_id)
+            if request is None:
+                return
+            self._forget(request)
+            if request in self._arrived:
+                self._arrived.remove(request)
+            else:
+                self._called_off += [
+                    row_id
+                    for row_id, row in zip(request.row_ids, request.rows, strict=True)
+                    if row.finish_reason is None
+                ]
+            self._inbox.notify_all()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        with self._inbox:
+            return bool(self._requests or self._called_off or self._in_flight)
+
+    # Steps
+
+    def step(self) -> list[RequestUpdate]:
+        """Starts a step if there is something to do, and reads the one before it.
+
+        Returns:
+          What is new, also given to each request's `on_update`.
+
+        Raises:
+          EngineError: the step failed. All requests have ended with that error; the engine is empty
+            and may be used again.
+        """
+        with self._stepping:
+            try:
+                started = self._launch()
+                news = []
+                while len(self._in_flight) > (1 if started else 0):
+                    news += self._read(self._in_flight.popleft())
+            except Exception as cause:
+                raise self._fail(cause) from cause
+            return [_deliver(request, update) for request, update in news]
+
+    def _launch(self) -> bool:
+        """Admits what is in the inbox and starts a step; False if no row is in the table."""
+        now = time.monotonic() - self._origin
+        if now > REBASE_SECONDS:
+            self._state = _rebase(self._state, jnp.float32(now))
+            self._origin += now
+            now = 0.0
+        with self._inbox:
+            arrived, self._arrived = list(self._arrived), deque()
+            called_off, self._called_off = self._called_off, []
+            shapes = self._wanted_shapes
+        if shapes != self._shapes:
+            self._state = dataclasses.replace(
+                self._state,
+                sampling=widen_sampling(self.model_config, self._state.sampling, shapes),
+            )
+            self._shapes = shapes
+        self._admit(arrived, called_off)
+        if not self._live:
+            return False
+        is_streamed = any(live.request.is_streamed for live in self._live.values())
+        rounds = min(STREAMED_ROUNDS if is_streamed else self.config.max_rounds,
+                     self.config.max_rounds)  # fmt: skip
+        variants = choose_variants(
+            [live.row for live in self._live.values()],
+            self.scheduler_config,
+            tokens_per_step=self.config.max_rounds,
+            num_in_flight=len(self._in_flight),
+            chunk_tokens_in_flight=sum(step.chunk_tokens for step in self._in_flight),
+            num_pending_tokens=self._num_pending_tokens,
+        )
+        outputs = self._start(variants, now, rounds)
+        chunk_tokens = variants.chunk.chunk_tokens if variants.chunk else 0
+        self._in_flight.append(_InFlight(outputs, chunk_tokens))
+        return True
+
+    def _start(self, variants: StepVariants, now: float, max_rounds: int) -> StepOutputs:
+        """`engine_step`, a program after the other, none of which is waited for."""
+        params, config, shapes = self.form.params, self.step_config, self._shapes
+        programs = self._programs
+        clock = jnp.float32(now)
+        model = dict(model=self.form.model, config=config)
+        policy = dict(config=config, urgency=self._urgency)
+        chunk_tokens, num_rows = plan_sizes(
+            variants.chunk, variants.rounds if variants.decodes else None
+        )
+        sizes = (clock, jnp.int32(chunk_tokens), jnp.int32(num_rows))
+        programs.request("plan", shapes, (self._state, *sizes), **policy)
+        programs.request("end", shapes, (self._state,), config=config)
+        rest = (self._plan_shape, clock)
+        if variants.chunk is not None:
+            key = (shapes, variants.chunk)
+            programs.request(
+                "chunk", key, (params, self._state, *rest), variant=variants.chunk, **model
+            )
+        # Where none are decoded yet they will be next.
+        key = (shapes, variants.rounds)
+        programs.request(
+            "rounds", key, (params, self._state, *rest, jnp.int32(0)), variant=variants.rounds,
+            **model,
+        )  # fmt: skip
+
+        state, plan = programs.run("plan", shapes, (self._state, *sizes), **policy)
+        chunk = prompt_logprobs = rounds = None
+        if variants.chunk is not None:
+            state, chunk, prompt_logprobs = programs.run(
+                "chunk", (shapes, variants.chunk), (params, state, plan, clock),
+                variant=variants.chunk, **model,
+            )  # fmt: skip
+        if variants.decodes:
+            state, rounds = programs.run(
+                "rounds", (shapes, variants.rounds),
+                (params, state, plan, clock, jnp.int32(max_rounds)),
+                variant=variants.rounds, **model,
+            )  # fmt: skip
+        self._state, summary = programs.run("end", shapes, (state,), config=config)
+        return StepOutputs(jnp.zeros(0, jnp.int32), chunk, rounds, prompt_logprobs, summary)
+
+    def _admit(self, arrived: Sequence[EngineRequest], called_off: Sequence[int]) -> None:
+        rows = [(request, index) for request in arrived for index in range(len(request.rows))]
+        for row_id in called_off:
+            self._live.pop(row_id, None)
+        called_off = list(called_off)
+        while rows or called_off:
+            aborted, called_off = called_off[:_ABORTS], called_off[_ABORTS:]
+            # Arrivals may need the rows of those called off.
+            number = bucket(0 if called_off else len(rows), _ARRIVALS)
+            taken, rows = ([], rows) if called_off else (rows[:number], rows[number:])
+            arrivals = self._arrivals(taken, aborted, number)
+            self._state, answer_N = self._programs.run(
+                "admit", (self._shapes, arrivals.tokens_NS.shape), (self._state, arrivals),
+                config=self.step_config,
+            )  # fmt: skip
+            self._answers.append((answer_N, len(taken)))
+            for request, index in taken:
+                params = request.rows[index].row.params
+                assert params.max_tokens is not None, "limited when it was submitted"
+                self._live[request.row_ids[index]] = _Live(
+                    request, index,
+                    LiveRow(
+                        len(request.prompt_token_ids), params.max_tokens,
+                        params.logprobs, params.prompt_logprobs,
+                    ),
+                )  # fmt: skip
+
+    def _arrivals(self, taken, aborted: Sequence[int], number: int):
+        longest = max((len(request.prompt_token_ids) for request, _ in taken), default=1)
+        width = min(max(_MIN_PROMPT_WIDTH, power_of_two(longest)), self.max_model_len)
+        params = [request.rows[index].row.params for request, index in taken]
+        params += [SamplingParams(temperature=0.0, seed=0)] * (number - len(taken))
+        sampling = stack_sampling(
+            params,
+            vocab_size=self.model_config.vocab_size,
+            eos_token_ids=self.model_config.eos_token_ids,
+            shapes=self._shapes,
+        )
+        arrivals = init_arrivals(self._state, number, width, _ABORTS, sampling)
+        requests: Any = arrivals.requests
+        for i, (request, index) in enumerate(taken):
+            arrival = request.arrival_seconds - self._origin
+            targets = request.targets
+            requests.request_id_N[i] = request.row_ids[index]
+            requests.num_prompt_N[i] = len(request.prompt_token_ids)
+            requests.max_tokens_N[i] = params[i].max_tokens
+            requests.priority_N[i] = targets.priority
+            requests.arrival_time_N[i] = arrival
+            for array, seconds in (
+                (requests.deadline_N, targets.deadline_seconds),
+                (requests.ttft_target_N, targets.ttft_target_seconds),
+                (requests.tpot_target_N, targets.tpot_target_seconds),
+            ):
+                if seconds is not None:
+                    array[i] = seconds
+            requests.deadline_N[i] += arrival
+            np.asarray(arrivals.tokens_NS)[i, : len(request.prompt_token_ids)] = (
+                request.prompt_token_ids
+            )
+            # Their every position must be computed.
+            np.asarray(arrivals.shares_prefix_N)[i] = params[i].prompt_logprobs is None
+        np.asarray(arrivals.abort_ids_A)[: len(aborted)] = aborted
+        return arrivals
+
+    # Tokens out
+
+    def _read(self, step: _InFlight) -> list[tuple[EngineRequest, RequestUpdate]]:
+        outputs: StepOutputs = jax.device_get(step.outputs)
+        now = time.perf_counter()
+        while self._answers:
+            answer_N, number = self._answers.popleft()
+            answers = np.asarray(answer_N)[:number]
+            assert (answers == ACCEPTED).all(), f"the device refused a checked request: {answers}"
+        self._num_pending_tokens = int(outputs.summary.num_pending_tokens)
+        self._count(outputs.summary)
+        if outputs.prompt_logprobs is not None:
+            self._read_prompt_logprobs(outputs.prompt_logprobs)
+        news = []
+        for rows in (outputs.chunk, outputs.rounds):
+            if rows is not None:
+                news += self._read_rows(rows, now)
+        return news
+
+    def _read_rows(self, rows: RowOutputs, now: float) -> list[tuple[EngineRequest, RequestUpdate]]:
+        news = []
+        for i, row_id in enumerate(rows.request_id_B):
+            live = self._live.get(int(row_id))
+            if live is None:
+                continue
+            progress = live.progress
+            progress.new_text, progress.new_token_ids = "", []
+            wanted = progress.row.params.logprobs
+            for j, token in enumerate(rows.tokens_BN[i].tolist()):
+                if token < 0 or progress.finish_reason is not None:
+                    break
+                live.row.num_seen += 1
+                logprobs = None
+                if wanted is not None and rows.logprobs is not None:
+                    logprobs = logprobs_at(self.tokenizer, rows.logprobs, i, j, token, wanted)
+                progress.add(token, logprobs)
+            if progress.new_token_ids:
+                progress.first_token_seconds = progress.first_token_seconds or now
+                progress.last_token_seconds = now
+            is_stopped_here = progress.finish_reason is not None
+            reason = int(rows.finish_reason_B[i])
+            if reason != RUNNING:
+                progress.first_token_seconds = progress.first_token_seconds or now
+                progress.last_token_seconds = progress.last_token_seconds or now
+                progress.finish(FINISH_REASONS[reason] or "")
+            elif is_stopped_here:
+                # A stop string: the device does not know of it.
+                with self._inbox:
+                    self._called_off.append(int(row_id))
+            if progress.finish_reason is not None:
+                del self._live[int(row_id)]
+            if progress.new_token_ids or progress.finish_reason is not None:
+                news.append((live.request, self._update(live)))
+        return news
+
+    def _update(self, live: _Live) -> RequestUpdate:
+        request, progress = live.request, live.progress
+        output = None
+        if all(row.finish_reason is not None for row in request.rows):
+            output = request.output()
+            with self._inbox:
+                self._forget(request)
+        stream = StreamOutput(
+            progress.new_text, progress.new_token_ids, progress.finish_reason, output
+        )
+        return RequestUpdate(request.request_id, live.index, stream)
+
+    def _read_prompt_logprobs(self, scored) -> None:
+        logprobs = Logprobs(*(array[None] for array in scored.logprobs))
+        for c in np.flatnonzero(scored.request_id_C >= 0):
+            live = self._live.get(int(scored.request_id_C[c]))
+            wanted = None if live is None else live.progress.row.params.prompt_logprobs
+            if live is None or wanted is None:
+                continue
+            found = live.progress.prompt_logprobs
+            assert found is not None, "room was made when it was submitted"
+            token = int(scored.token_C[c])
+            found[int(scored.position_C[c])] = logprobs_at(
+                self.tokenizer, logprobs, 0, int(c), token, wanted
+            )
+
+    def _forget(self, request: EngineRequest) -> None:
+        """The request's rows in the table count as empty; call with the inbox locked."""
+        del self._requests[request.request_id]
+        self._num_rows -= len(request.rows)
+
+    # Faults
+
+    def _start_over(self) -> None:
+        """An empty device state, and nothing in flight."""
+        self._wanted_shapes = self._shapes
+        self._state = init_state(
+            self.form.model.config, self.scheduler_config, self.step_config,
+            shapes=self._shapes, scales=self._scales,
+        )  # fmt: skip
+        # What `plan_step` gives, for programs that are compiled before it has run.
+        zero = jnp.int32(0)
+        _, self._plan_shape = jax.eval_shape(
+            partial(plan_step, config=self.step_config, urgency=self._urgency),
+            self._state, jnp.float32(0), zero, zero,
+        )  # fmt: skip
+        self._origin = time.monotonic()
+        self._in_flight: deque[_InFlight] = deque()
+        self._answers: deque[tuple[Any, int]] = deque()
+        self._live: dict[int, _Live] = {}
+        self._num_pending_tokens = 0
+        self._last_counts: dict[str, int | float] = {}
+        self._gauges: dict[str, int] = {}
+
+    def _fail(self, cause: Exception) -> EngineError:
+        """Ends all requests with the cause; the engine is empty afterwards."""
+        error = EngineError(f"a step failed, and with it every request: {cause}")
+        with self._inbox:
+            requests = list(self._requests.values())
+            self._requests.clear()
+            self._arrived.clear()
+            self._called_off.clear()
+            self._num_rows = 0
+        self._start_over()
+        for request in requests:
+            for index, row in enumerate(request.rows):
+                if row.finish_reason is None:
+                    stream = StreamOutput("", [], "error")
+                    _deliver(request, RequestUpdate(request.request_id, index, stream, error))
+        return error
+
+    # What callers want
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sequence[SamplingParams],
+        *,
+        progress: Callable[[int], Any] | None = None,
+        **targets: Any,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; the outputs are in the prompts' order.
+
+        More prompts than the request table holds wait outside it.
+
+        Args:
+          sampling: one per prompt.
+          progress: called with the number of outputs that finished.
+          targets: as in `submit`, of each.
+
+        Raises:
+          ValueError: a prompt or parameters that break a rule; nothing has been generated then.
+          EngineError: a step failed.
+        """
+        pairs = []
+        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            _, ids = check_prompt(
+                prompt, self.tokenizer, self.model_config, self.max_model_len, f"prompt {index}"
+            )
+            pairs.append((prompt, ids, check_sampling(params, self.tokenizer)))
+        updates: queue.SimpleQueue[RequestUpdate] = queue.SimpleQueue()
+        outputs: dict[int, RequestOutput] = {}
+        numbers: dict[int, int] = {}
+        waiting = deque(enumerate(pairs))
+        try:
+            while waiting or numbers:
+                while waiting:
+                    index, (prompt, ids, params) = waiting[0]
+                    try:
+                        number = self.submit(
+                            ids, params, on_update=updates.put, is_streamed=False, **targets
+                        )
+                    except EngineFull:
+                        break
+                    with self._inbox:
+                        request = self._requests.get(number)
+                        if request is not None and isinstance(prompt, str):
+                            request.prompt = prompt
+                    numbers[number] = index
+                    waiting.popleft()
+                update = self._wait(updates)
+                if update is None:
+                    continue
+                if update.error is not None:
+                    raise update.error
+                if update.stream.finish_reason is not None and progress is not None:
+                    progress(1)
+                if update.stream.request_output is not None:
+                    outputs[numbers.pop(update.request_id)] = update.stream.request_output
+        finally:
+            for number in numbers:
+                self.abort(number)
+        return [outputs[index] for index in range(len(pairs))]
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **targets: Any
+    ) -> Iterator[StreamOutput]:
+        """Completes one prompt (n = 1) and yields text as it comes.
+
+        The request is submitted at the call. Closing the iterator ends the request.
+
+        Raises:
+          ValueError, EngineFull: as `submit`.
+          EngineError: while iterating, a step failed.
+        """
+        _require_one(sampling)
+        updates: queue.SimpleQueue[RequestUpdate] = queue.SimpleQueue()
+        number = self.submit(prompt, sampling, on_update=updates.put, **targets)
+
+        def outputs() -> Iterator[StreamOutput]:
+            try:
+                while True:
+                    update = self._wait(updates)
+                    if update is None:
+                        continue
+                    if update.error is not None:
+                        raise update.error
+                    yield update.stream
+                    if update.stream.finish_reason is not None:
+                        return
+            finally:
+                self.abort(number)
+
+        return outputs()
+
+    async def async_stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **targets: Any
+    ) -> AsyncIterator[StreamOutput]:
+        """`stream` for an event loop; starts the stepping thread. Cancelling ends the request."""
+        _require_one(sampling)
+        self.start()
+        loop = asyncio.get_running_loop()
+        updates: asyncio.Queue[RequestUpdate] = asyncio.Queue()
+
+        def put(update: RequestUpdate) -> None:
+            loop.call_soon_threadsafe(updates.put_nowait, update)
+
+        number = self.submit(prompt, sampling, on_update=put, **targets)
+        try:
+            while True:
+                update = await updates.get()
+                if update.error is not None:
+                    raise update.error
+                yield update.stream
+                if update.stream.finish_reason is not None:
+                    return
+        finally:
+            self.abort(number)
+
+    async def async_generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **targets: Any
+    ) -> RequestOutput:
+        """Completes one prompt, its n outputs side by side; starts the stepping thread."""
+        self.start()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[RequestOutput] = loop.create_future()
+
+        def settle(update: RequestUpdate) -> None:
+            if done.done():
+                return
+            if update.error is not None:
+                done.set_exception(update.error)
+            elif update.stream.request_output is not None:
+                done.set_result(update.stream.request_output)
+
+        number = self.submit(
+            prompt, sampling, is_streamed=False,
+            on_update=lambda update: loop.call_soon_threadsafe(settle, update), **targets,
+        )  # fmt: skip
+        try:
+            return await done
+        finally:
+            self.abort(number)
+
+    def _wait(self, updates: "queue.SimpleQueue[RequestUpdate]") -> RequestUpdate | None:
+        """The next update, from the stepping thread or by stepping here; None if none came yet."""
+        try:
+            if self._thread is not None:
+                return updates.get(timeout=0.05)
+            return updates.get_nowait()
+        except queue.Empty:
+            pass
+        if self._thread is None:
+            with self._stepping:
+                # Another caller's step may have brought it.
+                if updates.empty():
+                    try:
+                        self.step()
+                    except EngineError:
+                        # It comes as an update too.
+                        if updates.empty():
+                            raise
+        return None if updates.empty() else updates.get_nowait()
+
+    # The stepping thread
+
+    def start(self) -> None:
+        """Starts a thread that steps while there is work, unless one runs."""
+        with self._inbox:
+            if self._thread is not None:
+                return
+            self._is_stopping = False
+            self._thread = threading.Thread(target=self._run, name="helios-engine", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after its step; requests stay and go on with the next step."""
+        with self._inbox:
+            thread, self._is_stopping = self._thread, True
+            self._inbox.notify_all()
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._inbox:
+                self._inbox.wait_for(lambda: self._is_stopping or self.has_work)
+                if self._is_stopping:
+                    self._thread = None
+                    return
+            try:
+                self.step()
+            except EngineError as error:
+                # Every request was told; the next ones find an empty engine.
+                _logger.exception("%s", error)
+
+    # Telemetry
+
+    def metrics(self) -> dict[str, float]:
+        """Sums since the start and the state after the last step that was read.
+
+        Sums: num_steps, num_rounds, num_decode_rows (over rounds), num_prefill_tokens,
+        num_output_tokens, num_failed, and the scheduler's num_admissions, num_preemptions,
+        num_migrations, num_recomputed_tokens, num_prefix_hit_tokens, num_refused, num_table_full,
+        queue_seconds. State: num_waiting, num_running, num_used_blocks, num_blocks. Means:
+        rounds_per_step, rows_per_round.
+        """
+        with self._inbox:
+            metrics: dict[str, float] = {**self._totals, **self._gauges}
+        metrics["num_blocks"] = self.step_config.num_blocks
+        steps, rounds = metrics.get("num_steps", 0), metrics.get("num_rounds", 0)
+        metrics["rounds_per_step"] = rounds / steps if steps else 0.0
+        metrics["rows_per_round"] = metrics.get("num_decode_rows", 0) / rounds if rounds else 0.0
+        return metrics
+
+    def _count(self, summary: StepSummary) -> None:
+        counts: dict[str, int | float] = {}
+        for part in (summary.telemetry, summary.counters):
+            for item in dataclasses.fields(part):
+                counts[item.name] = np.asarray(getattr(part, item.name)).item()
+        with self._inbox:
+            for name, count in counts.items():
+                added = count - self._last_counts.get(name, 0)
+                # Integers wrap on the device.
+                added = added if isinstance(count, float) else added % 2**32
+                self._totals[name] = self._totals.get(name, 0) + added
+            self._last_counts = counts
+            self._gauges = {
+                name: int(getattr(summary, name))
+                for name in ("num_waiting", "num_running", "num_used_blocks")
+            }
+
+
+def _deliver(request: EngineRequest, update: RequestUpdate) -> RequestUpdate:
+    if request.on_update is not None:
+        request.on_update(update)
+    return update
+
+
+def _require_one(sampling: SamplingParams | None) -> None:
+    require(
+        sampling is None or sampling.n == 1,
+        f"n={sampling.n if sampling else 1}: a stream has one output; use generate() for more",
+    )
