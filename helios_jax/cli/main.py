@@ -20,6 +20,7 @@ from helios_jax.cli.generate import generate
 from helios_jax.cli.models import models
 from helios_jax.cli.options import Debug
 from helios_jax.cli.pull import pull
+from helios_jax.cli.simulate import simulate
 
 app = typer.Typer(
     name="helios",
@@ -29,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (generate, chat, pull, models, convert):
+for verb in (generate, chat, pull, models, convert, simulate):
     app.command()(verb)
 app.add_typer(bench.app)
 

@@ -7,7 +7,7 @@ time passes per event and not per token. All in one compiled loop.
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from helios_jax.cache.hashing import chain_hash
 from helios_jax.cache.masked import get_any, masked_set
 from helios_jax.config import require
 from helios_jax.replay.traces import Trace
@@ -32,6 +33,7 @@ from helios_jax.scheduler import (
     commit,
     grow,
     init_scheduler,
+    is_wide_prompt,
     schedule,
     submit,
 )
@@ -65,6 +67,27 @@ class Outcome(NamedTuple):
     counters: Counters
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Prefixes:
+    """See `Trace`."""
+
+    ids_NI: Array
+    tokens: int = field(metadata={"static": True})
+
+
+class _Table(NamedTuple):
+    """All requests on the device."""
+
+    arrival_seconds_N: Array
+    num_prompt_N: Array
+    num_output_N: Array
+    ttft_seconds_N: Array
+    tpot_seconds_N: Array
+    priority_N: Array
+    prefixes: _Prefixes | None
+
+
 class _Simulation(NamedTuple):
     state: SchedulerState
     now: Array
@@ -94,24 +117,36 @@ def simulate(
     Raises:
       ValueError: the targets are not as many as the requests.
     """
-    for field in dataclasses.fields(targets):
-        number = len(getattr(targets, field.name))
+    for column in dataclasses.fields(targets):
+        number = len(getattr(targets, column.name))
         require(
             number == len(trace),
-            f"targets.{field.name}: has {number} entries for a trace of {len(trace)} requests",
+            f"targets.{column.name}: has {number} entries for a trace of {len(trace)} requests",
         )
-    columns = (
-        trace.arrival_seconds.astype(np.float32), trace.num_prompt, trace.num_output,
-        targets.ttft_seconds.astype(np.float32), targets.tpot_seconds.astype(np.float32),
-        targets.priority.astype(np.float32),
-    )  # fmt: skip
-    columns = tuple(map(jnp.asarray, columns))
-    return _run(init_scheduler(config), columns, step_seconds, urgency, config.max_rounds)
+    prefixes = None
+    if trace.prefix_ids_NI is not None:
+        for block_tokens in (config.narrow_block_tokens, config.wide_block_tokens):
+            require(
+                trace.prefix_tokens % block_tokens == 0,
+                f"block of {block_tokens} tokens: must divide the {trace.prefix_tokens} tokens "
+                "that share an id in this trace",
+            )
+        prefixes = _Prefixes(jnp.asarray(trace.prefix_ids_NI), trace.prefix_tokens)
+    table = _Table(
+        arrival_seconds_N=jnp.asarray(trace.arrival_seconds, jnp.float32),
+        num_prompt_N=jnp.asarray(trace.num_prompt, jnp.int32),
+        num_output_N=jnp.asarray(trace.num_output, jnp.int32),
+        ttft_seconds_N=jnp.asarray(targets.ttft_seconds, jnp.float32),
+        tpot_seconds_N=jnp.asarray(targets.tpot_seconds, jnp.float32),
+        priority_N=jnp.asarray(targets.priority, jnp.float32),
+        prefixes=prefixes,
+    )
+    return _run(init_scheduler(config), table, step_seconds, urgency, config.max_rounds)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
-def _run(state, columns, step_seconds, urgency, max_rounds) -> Outcome:
-    number = columns[0].shape[0]
+def _run(state, table: _Table, step_seconds, urgency, max_rounds) -> Outcome:
+    number = table.arrival_seconds_N.shape[0]
     never = jnp.full(number, jnp.inf, jnp.float32)
     zero = jnp.float32(0)
     simulation = _Simulation(state, zero, zero, jnp.int32(0), never, never, jnp.int32(0))
@@ -121,14 +156,16 @@ def _run(state, columns, step_seconds, urgency, max_rounds) -> Outcome:
         return (simulation.next_arrival < number) | jnp.any(is_live_R)
 
     end = lax.while_loop(
-        goes_on, lambda now: _event(now, columns, step_seconds, urgency, max_rounds), simulation
+        goes_on, lambda now: _event(now, table, step_seconds, urgency, max_rounds), simulation
     )
     return Outcome(end.first_token_time_N, end.finish_time_N, end.num_events, end.state.counters)
 
 
-def _event(simulation: _Simulation, columns, step_seconds, urgency, max_rounds) -> _Simulation:
-    arrivals = columns[0]
-    state, next_arrival = _enter(simulation, columns)
+def _event(
+    simulation: _Simulation, table: _Table, step_seconds, urgency, max_rounds
+) -> _Simulation:
+    arrivals = table.arrival_seconds_N
+    state, next_arrival = _enter(simulation, table)
     now = simulation.now
     state, plan = schedule(state, now, urgency)
     is_idle = (plan.num_decode == 0) & (plan.num_chunk_tokens == 0)
@@ -171,29 +208,47 @@ def _event(simulation: _Simulation, columns, step_seconds, urgency, max_rounds) 
     )  # fmt: skip
 
 
-def _enter(simulation: _Simulation, columns) -> tuple[SchedulerState, Array]:
+def _enter(simulation: _Simulation, table: _Table) -> tuple[SchedulerState, Array]:
     """Submits what is due, as far as the table has room; the rest waits outside in order."""
-    arrivals, num_prompt, num_output, ttft, tpot, priority = columns
     state = simulation.state
-    number = arrivals.shape[0]
+    number = table.arrival_seconds_N.shape[0]
     index = simulation.next_arrival + jnp.arange(_ARRIVALS)
     request = jnp.minimum(index, number - 1)
     num_empty = jnp.sum((state.status_R == EMPTY) | (state.status_R == FINISHED))
-    is_due = (index < number) & (arrivals[request] <= simulation.now)
+    is_due = (index < number) & (table.arrival_seconds_N[request] <= simulation.now)
     is_due &= jnp.arange(_ARRIVALS) < num_empty
     requests = Requests(
         request_id_N=jnp.where(is_due, request, -1),
-        num_prompt_N=num_prompt[request],
-        max_tokens_N=num_output[request],
-        priority_N=priority[request],
-        arrival_time_N=arrivals[request],
+        num_prompt_N=table.num_prompt_N[request],
+        max_tokens_N=table.num_output_N[request],
+        priority_N=table.priority_N[request],
+        arrival_time_N=table.arrival_seconds_N[request],
         deadline_N=jnp.full(_ARRIVALS, jnp.inf),
-        ttft_target_N=ttft[request],
-        tpot_target_N=tpot[request],
-        hash_NM2=jnp.zeros((_ARRIVALS, *state.hash_RM2.shape[1:]), jnp.uint32),
+        ttft_target_N=table.ttft_seconds_N[request],
+        tpot_target_N=table.tpot_seconds_N[request],
+        hash_NM2=_hashes(state, table, request),
     )
     state, _, _ = submit(state, requests)
     return state, simulation.next_arrival + jnp.sum(is_due, dtype=jnp.int32)
+
+
+def _hashes(state: SchedulerState, table: _Table, request: Array) -> Array:
+    """Content hashes of the prompts' full blocks: of the trace's id and the place under it."""
+    M = state.block_table_RM.shape[1]
+    if table.prefixes is None:
+        return jnp.zeros((*request.shape, M, 2), jnp.uint32)
+    num_prompt = table.num_prompt_N[request]
+    is_wide = is_wide_prompt(state, num_prompt)
+    block_tokens = jnp.where(is_wide, *state.block_tokens[::-1])[:, None]
+    start_NM = jnp.arange(M) * block_tokens
+    id_NM = table.prefixes.ids_NI.at[request[:, None], start_NM // table.prefixes.tokens].get(
+        mode="fill", fill_value=-1
+    )
+    place_NM = start_NM % table.prefixes.tokens
+    words_NM3 = jnp.stack([id_NM, place_NM, jnp.broadcast_to(block_tokens, id_NM.shape)], axis=-1)
+    hash_NM2 = chain_hash(jnp.zeros(2, jnp.uint32), words_NM3)
+    is_full_NM = start_NM + block_tokens <= num_prompt[:, None]
+    return jnp.where((is_full_NM & (id_NM >= 0))[..., None], hash_NM2, jnp.uint32(0))
 
 
 def _pass_seconds(
@@ -234,7 +289,11 @@ def _num_rounds(state: SchedulerState, plan: Plan, seconds, until_arrival, max_r
 
 
 def summarize(trace: Trace, targets: Targets, outcome: Outcome) -> dict[str, float]:
-    """Shares of targets met, times in seconds, and what preemption cost."""
+    """Shares of targets met, times in seconds, what preemption cost and what sharing saved.
+
+    `prefix_hit_rate` is the share of prompt tokens found instead of computed; tokens found by rows
+    that resume count too.
+    """
     first = np.asarray(outcome.first_token_time_N, np.float64)
     finish = np.asarray(outcome.finish_time_N, np.float64)
     served = np.isfinite(finish)
@@ -245,12 +304,14 @@ def summarize(trace: Trace, targets: Targets, outcome: Outcome) -> dict[str, flo
     return {
         "num_requests": len(trace),
         "num_served": int(served.sum()),
+        "num_refused": int(counters.num_refused),
         "ttft_met": float((ttft <= targets.ttft_seconds).mean()),
         "tpot_met": float((served & (tpot <= targets.tpot_seconds)).mean()),
-        "ttft_p50_seconds": float(np.median(ttft[served])),
-        "ttft_p95_seconds": float(np.quantile(ttft[served], 0.95)),
+        "ttft_p50_seconds": float(np.quantile(ttft, 0.5, method="higher")),
+        "ttft_p95_seconds": float(np.quantile(ttft, 0.95, method="higher")),
         "end_seconds": float(finish[served].max(initial=0.0)),
         "preemption_rate": float(counters.num_preemptions) / len(trace),
         "num_recomputed_tokens": int(counters.num_recomputed_tokens),
+        "prefix_hit_rate": float(counters.num_prefix_hit_tokens) / float(trace.num_prompt.sum()),
         "num_events": int(outcome.num_events),
     }

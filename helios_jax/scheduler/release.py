@@ -6,24 +6,51 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from helios_jax.cache import blocks
+from helios_jax.cache.blocks import BlockPool
 from helios_jax.cache.masked import after, masked_set
 from helios_jax.scheduler.state import FINISHED, WAITING, SchedulerState
 
+_RELEASE_WINDOW = 128
+
 
 def release_row(state: SchedulerState, row: Array) -> SchedulerState:
-    """Row `row` holds no blocks any more. O(M)."""
-    blocks_M = state.block_table_RM[row]
+    """Row `row` holds no blocks any more. O(blocks held)."""
+    blocks_M = read_row(state, row)
     return dataclasses.replace(
         state,
-        pool=blocks.release(state.pool, blocks_M),
+        pool=_release_prefix(state.pool, blocks_M, state.num_blocks_R[row]),
         num_blocks_R=state.num_blocks_R.at[row].set(0),
         num_published_R=state.num_published_R.at[row].set(0),
         block_table_RM=state.block_table_RM.at[row].set(after(blocks_M, -1)),
     )
 
 
+def read_row(state: SchedulerState, row: Array) -> Array:
+    """The blocks of a row whose place in the table is about to be written, int32 [M].
+
+    Behind a barrier: otherwise XLA repeats the reading wherever the blocks are used, also after the
+    writing, and copies the whole table for that.
+    """
+    return lax.optimization_barrier(state.block_table_RM[row])
+
+
+def _release_prefix(pool: BlockPool, blocks_M: Array, num_blocks: Array) -> BlockPool:
+    """`blocks.release` of the first `num_blocks`, a window at a time from the last to the first."""
+    window = min(_RELEASE_WINDOW, blocks_M.shape[0])
+    padding = -blocks_M.shape[0] % window
+    blocks_X = jnp.pad(blocks_M, (0, padding), constant_values=-1)
+
+    def step(carry: tuple[BlockPool, Array]) -> tuple[BlockPool, Array]:
+        pool, left = carry
+        blocks_W = lax.dynamic_slice_in_dim(blocks_X, (left - 1) * window, window)
+        return blocks.release(pool, blocks_W), left - 1
+
+    num_windows = (num_blocks + window - 1) // window
+    return lax.while_loop(lambda carry: carry[1] > 0, step, (pool, num_windows))[0]
+
+
 def release_rows(state: SchedulerState) -> SchedulerState:
-    """All finished rows hold no blocks any more. O(M) a row."""
+    """All finished rows hold no blocks any more."""
 
     def is_holding(state: SchedulerState) -> Array:
         return (state.status_R == FINISHED) & (state.num_blocks_R > 0)

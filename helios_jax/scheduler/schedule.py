@@ -8,18 +8,20 @@ In this order:
 2. *Admit* waiting rows, the most urgent first, while the chunk has tokens left for them. One is
    admitted if a slot is free and the free blocks cover all its known tokens, those that running
    rows still lack for theirs, and some headroom. Otherwise it preempts strictly less urgent rows if
-   that can help. Otherwise it is skipped: rows behind may be admitted, until it is aged; an aged
-   one holds up the line.
+   that can help. Otherwise it is skipped: rows behind may be admitted, until it is one that must
+   go first; that holds up the line.
 3. *Compose*: the chunk goes to prefilling rows by urgency, decoding rows are listed, blocks are
    taken for the chunk, for a copy of a shared block that is about to be written, and for one row
    that passed the watermark and migrates to the wide precision. If narrow and wide blocks can
    never be held at once, the row is preempted and prefills again in the wide precision instead.
 
 Bounds. A row is aged once it has waited `aging_seconds`, was skipped in `max_skips` steps or
-preempted `max_preemptions` times. The first aged row is never preempted except to migrate, runs at
-the latest after as many calls as MAX_ACTIONS allows to push the others out, and then gets tokens in
-every call. So a row with k older ones in the table finishes within that time and (k + 1) times
-what one row alone takes: known tokens / chunk + max_tokens + a few calls.
+preempted `max_preemptions` times. The oldest aged row goes first whatever the policy says, and so
+do, behind it by age, those aged for another reason than waiting. It is never preempted except to
+migrate, runs at the latest after as many calls as MAX_ACTIONS allows to push the others out, and
+then gets tokens in every call. So a row with k older ones in the table finishes within
+`aging_seconds`, that time, and (k + 1) times what one row alone takes: known tokens / chunk +
+max_tokens + a few calls.
 
 Cost: a few dozen operations on R rows, plus O(M) for every row that is preempted or considered for
 admission (at most MAX_ACTIONS), plus O(blocks taken).
@@ -37,7 +39,7 @@ from helios_jax.cache import blocks, prefix
 from helios_jax.cache.masked import after, get_any, masked_set, ranks
 from helios_jax.scheduler.commit import add_blocks
 from helios_jax.scheduler.order import Order, age_rows, is_less_urgent, order_rows
-from helios_jax.scheduler.release import preempt_row
+from helios_jax.scheduler.release import preempt_row, read_row
 from helios_jax.scheduler.state import NO_LIMIT, RUNNING, SchedulerState
 from helios_jax.scheduler.urgency import deadline
 
@@ -243,7 +245,7 @@ def _consider(loop: _Admission, order: Order, now: Array) -> _Admission:
     state = _admit_row(state, row, hits_M, num_hits, now, admits)
 
     is_skipped_R = masked_set(loop.is_skipped_R, row, True, skips)
-    holds_line = skips & (~has_slot | state.is_aged_R[row])
+    holds_line = skips & (~has_slot | (order.level_R[row] == 0))
     is_full = jnp.sum(is_skipped_R) >= MAX_SKIPPED
     is_out_R = masked_set(loop.is_out_R, row, True, admits | skips)
     return _Admission(
@@ -391,7 +393,7 @@ def _migrate(state: SchedulerState, demand: _Demand) -> tuple[SchedulerState, _M
     def exchange(carry: tuple[SchedulerState, _Migration]) -> tuple[SchedulerState, _Migration]:
         state, _ = carry
         counters = state.counters
-        sources_M = state.block_table_RM[row]
+        sources_M = read_row(state, row)
         pool, taken = blocks.allocate(state.pool, needed[None], M)
         state = dataclasses.replace(
             state,

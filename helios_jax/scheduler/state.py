@@ -177,7 +177,7 @@ class SchedulerState:
       waiting_since_R: time of arrival or of the last preemption.
       ttft_target_R, tpot_target_R: seconds to the first token and for each later one.
       is_wide_R: whether the row's KV is (or will be) in the wide precision.
-      is_aged_R: goes before all others that are not, by order of submission; stays so.
+      is_aged_R: has waited, was skipped or was preempted too much, see `order`; stays so.
       num_preemptions_R: how often preempted.
       num_skips_R: steps in which a less urgent row was admitted because this one did not fit.
       num_blocks_R, block_table_RM: blocks held; -1 padded.

@@ -12,21 +12,30 @@ from jax import Array
 
 from helios_jax.scheduler.state import SchedulerState
 
+# More than any slack: clocks stay below it, see `SchedulerState`.
+LOST_SECONDS = 1e4
+
 
 def deadline(state: SchedulerState, now: Array) -> Array:
     """The less time is left until the next target is missed, the more urgent.
 
-    The next token is due at arrival + ttft_target, later ones every tpot_target after the first;
-    work still to be prefilled is taken off. A first token that cannot come in time any more is as
-    urgent as one of a request that has just arrived: better one target missed than two.
+    The first token is due at arrival + ttft_target, later ones every tpot_target after it, all by
+    `deadline`. What prefilling all known tokens takes is taken off, for running rows too: it is
+    what preempting them would cost, and a row's own progress lets nobody overtake it.
+
+    A row whose first token or last deadline cannot be met any more, even if it got all of the
+    prefill from now on, comes behind all that can meet theirs: better one target missed than two.
+    Such rows are served in what the others leave, or when they have aged.
     """
+    rate = state.limits.prefill_tokens_per_second
     started_R = state.num_output_R > 0
     first_due_R = state.arrival_time_R + state.ttft_target_R
     next_due_R = state.first_token_time_R + state.tpot_target_R * state.num_output_R
-    work_R = state.num_pending_R / state.limits.prefill_tokens_per_second
-    slack_R = jnp.where(started_R, next_due_R, first_due_R) - now - work_R
-    slack_R = jnp.where(~started_R & (slack_R < 0), state.ttft_target_R, slack_R)
-    return -jnp.minimum(slack_R, state.deadline_R - now - work_R)
+    due_R = jnp.minimum(jnp.where(started_R, next_due_R, first_due_R), state.deadline_R)
+    end_R = now + state.num_pending_R / rate
+    is_lost_R = (end_R > state.deadline_R) | (~started_R & (end_R > first_due_R))
+    slack_R = due_R - now - state.num_known_R / rate
+    return -jnp.where(is_lost_R, slack_R + LOST_SECONDS, slack_R)
 
 
 def priority(state: SchedulerState, now: Array) -> Array:

@@ -28,6 +28,7 @@ SCHEDULE, ORDER = "helios_jax/scheduler/schedule.py", "helios_jax/scheduler/orde
 REQUESTS, RELEASE = "helios_jax/scheduler/requests.py", "helios_jax/scheduler/release.py"
 COMMIT = "helios_jax/scheduler/commit.py"
 CASES, HISTORIES = "tests/scheduler/test_schedule.py", "tests/scheduler/test_properties.py"
+URGENCY = "tests/scheduler/test_urgency.py"
 POOL, PROGRAMS = "tests/cache/test_blocks.py", "tests/scheduler/test_programs.py"
 
 MUTATIONS = [
@@ -72,7 +73,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a prefix ends at the first missing block",
-        PREFIX, "return jnp.where(missing_M, -1, blocks_M)", "return blocks_M", POOL,
+        PREFIX, "blocks_W = jnp.where(missing_W, -1, blocks_W)", "pass", POOL,
     ),
     Mutation(
         "what can never fit is refused at submission",
@@ -89,8 +90,8 @@ MUTATIONS = [
         "last = jnp.argmax(jnp.where(state.is_running_R, -order.rank_R, -999))", CASES,
     ),
     Mutation(
-        "no livelock: a migration that can never fit starts again instead",
-        SCHEDULE, "(row >= 0) & (both > state.pool.num_blocks)", "jnp.bool_(False)", HISTORIES,
+        "a migration that can never fit starts again and pushes out nobody",
+        SCHEDULE, "(row >= 0) & (both > state.pool.num_blocks)", "jnp.bool_(False)", CASES,
     ),
     Mutation(
         "a strictly more urgent request preempts when all slots are taken",
@@ -106,15 +107,25 @@ MUTATIONS = [
     ),
     Mutation(
         "skipping is bounded",
-        ORDER, "is_aged_R |= state.num_skips_R >= limits.max_skips", "", CASES,
+        ORDER, "is_skipped_R = state.num_skips_R >= state.limits.max_skips",
+        "is_skipped_R = jnp.zeros_like(state.is_aged_R)", CASES,
     ),
     Mutation(
         "preemptions are capped",
-        ORDER, "is_aged_R |= state.num_preemptions_R >= limits.max_preemptions", "", CASES,
+        ORDER, "return is_skipped_R | (state.num_preemptions_R >= state.limits.max_preemptions)",
+        "return is_skipped_R", CASES,
     ),
     Mutation(
         "waiting rows age",
         ORDER, "state.is_aged_R | (state.is_waiting_R & has_waited_R)", "state.is_aged_R", CASES,
+    ),
+    Mutation(
+        "of rows that waited long one goes first",
+        ORDER, "(_is_capped(state) | (state.sequence_R == oldest))", "True", URGENCY,
+    ),
+    Mutation(
+        "a first token that cannot be in time is in nobody's way",
+        "helios_jax/scheduler/urgency.py", "is_lost_R = ", "is_lost_R = False & ", URGENCY,
     ),
     Mutation(
         "a chunk keeps the token budget",
