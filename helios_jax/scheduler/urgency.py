@@ -12,8 +12,9 @@ from jax import Array
 
 from helios_jax.scheduler.state import SchedulerState
 
-# More than any slack: clocks stay below it, see `SchedulerState`.
-LOST_SECONDS = 1e4
+# Seconds, more than any slack: clocks stay below it, see `SchedulerState`.
+OUT_OF_REACH = 1e4
+NUM_LIMITS = 16
 
 
 def deadline(state: SchedulerState, now: Array) -> Array:
@@ -23,19 +24,46 @@ def deadline(state: SchedulerState, now: Array) -> Array:
     `deadline`. What prefilling all known tokens takes is taken off, for running rows too: it is
     what preempting them would cost, and a row's own progress lets nobody overtake it.
 
-    A row whose first token or last deadline cannot be met any more, even if it got all of the
-    prefill from now on, comes behind all that can meet theirs: better one target missed than two.
+    When not all first tokens can be in time, the longest prefills are put off behind the others:
+    that is how most are met (Moore, Management Science 15(1), 1968, who drops the longest job so
+    far whenever a job would be late). A row whose first token or deadline cannot be met at all,
+    even if it got all of the prefill from now on, comes last: better one target missed than two.
     Such rows are served in what the others leave, or when they have aged.
     """
     rate = state.limits.prefill_tokens_per_second
+    is_live_R = state.is_waiting_R | state.is_running_R
     started_R = state.num_output_R > 0
-    first_due_R = state.arrival_time_R + state.ttft_target_R
     next_due_R = state.first_token_time_R + state.tpot_target_R * state.num_output_R
-    due_R = jnp.minimum(jnp.where(started_R, next_due_R, first_due_R), state.deadline_R)
-    end_R = now + state.num_pending_R / rate
-    is_lost_R = (end_R > state.deadline_R) | (~started_R & (end_R > first_due_R))
+    first_due_R = jnp.minimum(state.arrival_time_R + state.ttft_target_R, state.deadline_R)
+    due_R = jnp.where(started_R, jnp.minimum(next_due_R, state.deadline_R), first_due_R)
     slack_R = due_R - now - state.num_known_R / rate
-    return -jnp.where(is_lost_R, slack_R + LOST_SECONDS, slack_R)
+
+    work_R = state.num_pending_R / rate
+    is_lost_R = now + work_R > jnp.where(started_R, state.deadline_R, first_due_R)
+    is_open_R = is_live_R & ~started_R & ~is_lost_R
+    left_R = jnp.where(is_open_R, first_due_R - now, jnp.inf)
+    longest = _longest_that_fits(jnp.where(is_open_R, work_R, 0.0), left_R)
+    is_put_off_R = is_open_R & (work_R > longest)
+    return -(slack_R + OUT_OF_REACH * (is_put_off_R + 2.0 * is_lost_R))
+
+
+def _longest_that_fits(work_R: Array, left_R: Array) -> Array:
+    """The largest limit so that all work up to it, done one after the other, is done in time.
+
+    Args:
+      work_R: seconds of work, 0 for none.
+      left_R: seconds until it must be done.
+
+    Returns:
+      One of NUM_LIMITS limits from the longest work downward, each sqrt(2) below the last; 0 where
+      none will do.
+    """
+    order_R = jnp.argsort(left_R)
+    work_O, left_O = work_R[order_R], left_R[order_R]
+    limit_C = jnp.max(work_O) * 2.0 ** (-0.5 * jnp.arange(NUM_LIMITS))
+    work_CO = jnp.where(work_O <= limit_C[:, None], work_O, 0.0)
+    in_time_CO = (jnp.cumsum(work_CO, axis=1) <= left_O) | (work_CO == 0)
+    return jnp.max(jnp.where(jnp.all(in_time_CO, axis=1), limit_C, 0.0))
 
 
 def priority(state: SchedulerState, now: Array) -> Array:

@@ -128,6 +128,10 @@ MUTATIONS = [
         "helios_jax/scheduler/urgency.py", "is_lost_R = ", "is_lost_R = False & ", URGENCY,
     ),
     Mutation(
+        "the longest prefills are put off when not all can be in time",
+        "helios_jax/scheduler/urgency.py", "is_put_off_R = ", "is_put_off_R = False & ", URGENCY,
+    ),
+    Mutation(
         "a chunk keeps the token budget",
         SCHEDULE, "jnp.clip(left_O, 0, pending_O)", "pending_O", CASES,
     ),

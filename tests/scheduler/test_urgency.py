@@ -55,11 +55,24 @@ def test_deadline_gives_up_a_first_token_that_must_be_late():
     state = table(arrival_time_R=[0, 9, 0, 0], ttft_target_R=[5, 5, 15, 5])
     late, fresh, due_soon, later = at(urgency.deadline, state, 10.0)
     assert (fresh, due_soon) == (-3.0, -4.0)
-    assert late == later == 6.0 - urgency.LOST_SECONDS  # behind all that can be in time
+    assert late == later == 6.0 - 2 * urgency.OUT_OF_REACH  # behind all that can be in time
     # What has been computed may save it, and makes it no less urgent than before.
-    state = table(num_computed_R=[0, 50, 0, 50], ttft_target_R=[0.6, 0.6, 2.0, 2.0])
+    state = table(num_computed_R=[0, 50, 0, 50], ttft_target_R=[0.6, 0.6, 3.0, 3.0])
     lost, saved, begins, goes_on = at(urgency.deadline, state)
-    assert lost < -9000 and saved == pytest.approx(0.4) and begins == goes_on == -1.0
+    assert lost < -19_000 and saved == pytest.approx(0.4) and begins == goes_on == -2.0
+
+
+def test_deadline_puts_off_the_longest_when_not_all_can_be_in_time():
+    """Prefills of 1, 3, 2 and 1 s."""
+    lengths = [100, 300, 200, 100]
+    state = table(num_prompt_R=lengths, num_known_R=lengths, ttft_target_R=[4, 4.5, 5, 8.5])
+    put_off = [value < -9000 for value in at(urgency.deadline, state)]
+    assert put_off == [False, True, False, False]  # 1 + 3 + 2 s are more than 5
+    enough = dataclasses.replace(state, ttft_target_R=jnp.asarray([4.0, 6.0, 6.0, 8.5]))
+    assert all(value > -9 for value in at(urgency.deadline, enough))
+    # Rows that run, have begun or are lost take no time from the others.
+    begun = dataclasses.replace(state, num_known_R=state.num_known_R + jnp.asarray([0, 1, 0, 0]))
+    assert all(value > -9 for value in at(urgency.deadline, begun)[2:])
 
 
 def test_deadline_heeds_the_deadline_of_the_whole_answer():
@@ -70,7 +83,7 @@ def test_deadline_heeds_the_deadline_of_the_whole_answer():
         deadline_R=[30] * 4, num_known_R=[101] * 4, num_computed_R=[100] * 4,
         first_token_time_R=[9] * 4, tpot_target_R=[1] * 4,
     )  # fmt: skip
-    assert at(urgency.deadline, state, 29.0)[0] > 0 > -9000 > at(urgency.deadline, state, 31.0)[0]
+    assert at(urgency.deadline, state, 29.0)[0] > 0 > -19_000 > at(urgency.deadline, state, 31.0)[0]
 
 
 def test_priority_fcfs_and_shortest():
