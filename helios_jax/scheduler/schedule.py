@@ -37,6 +37,7 @@ from jax import Array, lax
 
 from helios_jax.cache import blocks, prefix
 from helios_jax.cache.masked import after, get_any, masked_set, ranks
+from helios_jax.scheduler import pace
 from helios_jax.scheduler.commit import add_blocks
 from helios_jax.scheduler.order import Order, age_rows, is_less_urgent, order_rows
 from helios_jax.scheduler.release import preempt_row, read_row
@@ -99,13 +100,16 @@ def schedule(
       now: float32 seconds.
       urgency: a policy, see `scheduler.urgency`.
     """
+    state = dataclasses.replace(state, pace=pace.observe(state.pace, now))
     state = age_rows(state, now)
     order = order_rows(state, urgency(state, now))
     before_R = state.is_running_R
     state = _make_room(state, order, now)
     state, is_admitted_R = _admit(state, order, now, before_R & ~state.is_running_R)
     is_preempted_R = before_R & ~state.is_running_R
-    return _compose(state, order, is_admitted_R, is_preempted_R)
+    state, plan = _compose(state, order, is_admitted_R, is_preempted_R)
+    begun = pace.begin(state.pace, now, plan.num_chunk_tokens, plan.num_waiting)
+    return dataclasses.replace(state, pace=begun), plan
 
 
 class _Demand(NamedTuple):

@@ -26,7 +26,7 @@ class Mutation(NamedTuple):
 BLOCKS, PREFIX = "helios_jax/cache/blocks.py", "helios_jax/cache/prefix.py"
 SCHEDULE, ORDER = "helios_jax/scheduler/schedule.py", "helios_jax/scheduler/order.py"
 REQUESTS, RELEASE = "helios_jax/scheduler/requests.py", "helios_jax/scheduler/release.py"
-COMMIT = "helios_jax/scheduler/commit.py"
+COMMIT, POLICY = "helios_jax/scheduler/commit.py", "helios_jax/scheduler/urgency.py"
 CASES, HISTORIES = "tests/scheduler/test_schedule.py", "tests/scheduler/test_properties.py"
 URGENCY = "tests/scheduler/test_urgency.py"
 POOL, PROGRAMS = "tests/cache/test_blocks.py", "tests/scheduler/test_programs.py"
@@ -125,11 +125,15 @@ MUTATIONS = [
     ),
     Mutation(
         "a first token that cannot be in time is in nobody's way",
-        "helios_jax/scheduler/urgency.py", "is_lost_R = ", "is_lost_R = False & ", URGENCY,
+        POLICY, "is_lost_R = end_R > ", "is_lost_R = end_R > 1e9 + ", URGENCY,
     ),
     Mutation(
         "the longest prefills are put off when not all can be in time",
-        "helios_jax/scheduler/urgency.py", "is_put_off_R = ", "is_put_off_R = False & ", URGENCY,
+        POLICY, "is_put_off_R = work_R > ", "is_put_off_R = work_R > 1e9 + ", URGENCY,
+    ),
+    Mutation(
+        "nobody pushes out a row that decodes to be in time",
+        POLICY, "return jnp.where(decodes_R, ", "return jnp.where(decodes_R & False, ", URGENCY,
     ),
     Mutation(
         "a chunk keeps the token budget",

@@ -369,6 +369,8 @@ def test_rebasing_changes_nothing_but_the_clock():
     here = urgency.deadline(state, jnp.float32(1001.0))
     there = urgency.deadline(moved, jnp.float32(1.0))
     assert float(here[0]) == float(there[0]) == -3.0
+    state, _ = run_step(state, now=1002.0)
+    assert float(scheduler.rebase(state, 1000.0).pace.last_time) == 2.0
 
 
 @pytest.mark.parametrize("changes, match", [

@@ -55,11 +55,25 @@ def test_deadline_gives_up_a_first_token_that_must_be_late():
     state = table(arrival_time_R=[0, 9, 0, 0], ttft_target_R=[5, 5, 15, 5])
     late, fresh, due_soon, later = at(urgency.deadline, state, 10.0)
     assert (fresh, due_soon) == (-3.0, -4.0)
-    assert late == later == 6.0 - 2 * urgency.OUT_OF_REACH  # behind all that can be in time
+    assert late == later == 6.0 - 2 * urgency.CLASS  # behind all that can be in time
     # What has been computed may save it, and makes it no less urgent than before.
     state = table(num_computed_R=[0, 50, 0, 50], ttft_target_R=[0.6, 0.6, 3.0, 3.0])
     lost, saved, begins, goes_on = at(urgency.deadline, state)
     assert lost < -19_000 and saved == pytest.approx(0.4) and begins == goes_on == -2.0
+
+
+def test_deadline_lets_nobody_push_out_rows_that_decode():
+    state = table(
+        status_R=[scheduler.RUNNING] * 3 + [scheduler.WAITING], num_known_R=[101, 101, 100, 100],
+        num_computed_R=[100, 100, 0, 0], first_token_time_R=[10, 10, math.inf, math.inf],
+        tpot_target_R=[2, math.inf, 2, 2], ttft_target_R=[5, 5, 13, 12.5], deadline_R=[20] * 4,
+    )  # fmt: skip
+    early, earlier, prefills, waits = at(urgency.deadline, state, 10.0)
+    assert early > earlier > waits > prefills
+    # Past its deadline even one of them may go.
+    state = dataclasses.replace(state, deadline_R=jnp.asarray([9.0, 20.0, 20.0, 20.0]))
+    late, *_, waits = at(urgency.deadline, state, 10.0)
+    assert late < waits
 
 
 def test_deadline_puts_off_the_longest_when_not_all_can_be_in_time():
