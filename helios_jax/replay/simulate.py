@@ -38,9 +38,6 @@ from helios_jax.scheduler import (
     submit,
 )
 
-# Requests that enter the table in one event at most.
-_ARRIVALS = 8
-
 StepSeconds = Callable[..., Array]
 
 
@@ -209,46 +206,49 @@ def _event(
 
 
 def _enter(simulation: _Simulation, table: _Table) -> tuple[SchedulerState, Array]:
-    """Submits what is due, as far as the table has room; the rest waits outside in order."""
-    state = simulation.state
+    """Submits what is due, one by one; what finds no empty row waits outside in order."""
     number = table.arrival_seconds_N.shape[0]
-    index = simulation.next_arrival + jnp.arange(_ARRIVALS)
-    request = jnp.minimum(index, number - 1)
-    num_empty = jnp.sum((state.status_R == EMPTY) | (state.status_R == FINISHED))
-    is_due = (index < number) & (table.arrival_seconds_N[request] <= simulation.now)
-    is_due &= jnp.arange(_ARRIVALS) < num_empty
-    requests = Requests(
-        request_id_N=jnp.where(is_due, request, -1),
-        num_prompt_N=table.num_prompt_N[request],
-        max_tokens_N=table.num_output_N[request],
-        priority_N=table.priority_N[request],
-        arrival_time_N=table.arrival_seconds_N[request],
-        deadline_N=jnp.full(_ARRIVALS, jnp.inf),
-        ttft_target_N=table.ttft_seconds_N[request],
-        tpot_target_N=table.tpot_seconds_N[request],
-        hash_NM2=_hashes(state, table, request),
-    )
-    state, _, _ = submit(state, requests)
-    return state, simulation.next_arrival + jnp.sum(is_due, dtype=jnp.int32)
+
+    def is_due(carry: tuple[SchedulerState, Array]) -> Array:
+        state, request = carry
+        has_arrived = table.arrival_seconds_N.at[request].get(mode="clip") <= simulation.now
+        has_room = jnp.any((state.status_R == EMPTY) | (state.status_R == FINISHED))
+        return (request < number) & has_arrived & has_room
+
+    def enter(carry: tuple[SchedulerState, Array]) -> tuple[SchedulerState, Array]:
+        state, request = carry
+        fields = {
+            "request_id_N": request,
+            "num_prompt_N": table.num_prompt_N[request],
+            "max_tokens_N": table.num_output_N[request],
+            "priority_N": table.priority_N[request],
+            "arrival_time_N": table.arrival_seconds_N[request],
+            "deadline_N": jnp.float32(jnp.inf),
+            "ttft_target_N": table.ttft_seconds_N[request],
+            "tpot_target_N": table.tpot_seconds_N[request],
+            "hash_NM2": _hashes(state, table, request),
+        }
+        state, _, _ = submit(state, Requests(**{k: value[None] for k, value in fields.items()}))
+        return state, request + 1
+
+    return lax.while_loop(is_due, enter, (simulation.state, simulation.next_arrival))
 
 
 def _hashes(state: SchedulerState, table: _Table, request: Array) -> Array:
-    """Content hashes of the prompts' full blocks: of the trace's id and the place under it."""
+    """Content hashes of the prompt's full blocks: of the trace's id and the place under it."""
     M = state.block_table_RM.shape[1]
     if table.prefixes is None:
-        return jnp.zeros((*request.shape, M, 2), jnp.uint32)
+        return jnp.zeros((M, 2), jnp.uint32)
     num_prompt = table.num_prompt_N[request]
-    is_wide = is_wide_prompt(state, num_prompt)
-    block_tokens = jnp.where(is_wide, *state.block_tokens[::-1])[:, None]
-    start_NM = jnp.arange(M) * block_tokens
-    id_NM = table.prefixes.ids_NI.at[request[:, None], start_NM // table.prefixes.tokens].get(
-        mode="fill", fill_value=-1
-    )
-    place_NM = start_NM % table.prefixes.tokens
-    words_NM3 = jnp.stack([id_NM, place_NM, jnp.broadcast_to(block_tokens, id_NM.shape)], axis=-1)
-    hash_NM2 = chain_hash(jnp.zeros(2, jnp.uint32), words_NM3)
-    is_full_NM = start_NM + block_tokens <= num_prompt[:, None]
-    return jnp.where((is_full_NM & (id_NM >= 0))[..., None], hash_NM2, jnp.uint32(0))
+    block_tokens = jnp.where(is_wide_prompt(state, num_prompt), *state.block_tokens[::-1])
+    start_M = jnp.arange(M) * block_tokens
+    ids_I = table.prefixes.ids_NI[request]
+    id_M = ids_I.at[start_M // table.prefixes.tokens].get(mode="fill", fill_value=-1)
+    place_M = start_M % table.prefixes.tokens
+    words_M3 = jnp.stack([id_M, place_M, jnp.full_like(id_M, block_tokens)], axis=-1)
+    hash_M2 = chain_hash(jnp.zeros(2, jnp.uint32), words_M3)
+    is_full_M = start_M + block_tokens <= num_prompt
+    return jnp.where((is_full_M & (id_M >= 0))[:, None], hash_M2, jnp.uint32(0))
 
 
 def _pass_seconds(
@@ -278,6 +278,8 @@ def _num_rounds(state: SchedulerState, plan: Plan, seconds, until_arrival, max_r
     left = get_any(state.max_known_R, rows) - known
     to_watermark = state.limits.kv_watermark - known
     left = jnp.where(is_wide, left, jnp.minimum(left, jnp.maximum(to_watermark, 0) + 1))
+    # A row that found its whole prompt gets its first token in a round of its own time.
+    left = jnp.where(get_any(state.num_output_R, rows) == 0, 1, left)
     rounds = jnp.min(jnp.where(named, left, max_rounds), initial=max_rounds)
     arrives = jnp.minimum(jnp.ceil(until_arrival / seconds), float(max_rounds))
     rounds = jnp.minimum(rounds, arrives.astype(jnp.int32))
