@@ -3,7 +3,8 @@
 Prints percentiles of calls, donated as the engine donates them, on one core where the process is
 bound to one (taskset -c 0), in three states of a table: steady (prompts as fast as they can be
 prefilled), full (more than that: every row of the table waits or runs, nothing fits), and churn
-(likewise, with few blocks, so that rows are preempted all the time).
+(likewise, with few blocks, so that rows are preempted all the time). "In a loop" is the mean of calls
+within one compiled program, one after the other on the last of these states.
 """
 
 import argparse
@@ -40,6 +41,7 @@ class Case(NamedTuple):
     share: float
 
 
+LOOP_CALLS = 200
 CASES = {
     "steady": Case(0.9, 4000, 200, 1.0),
     "full": Case(1.6, 6000, 1000, 1.0),
@@ -99,9 +101,15 @@ def main() -> None:
     parser.add_argument("--policy", choices=sorted(POLICIES), default="deadline")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
     arguments = parser.parse_args()
-    planned = jax.jit(
-        functools.partial(schedule, urgency=POLICIES[arguments.policy]), donate_argnums=0
-    )
+    policy = POLICIES[arguments.policy]
+    planned = jax.jit(functools.partial(schedule, urgency=policy), donate_argnums=0)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def looped(state, now):
+        return jax.lax.fori_loop(
+            0, LOOP_CALLS, lambda i, state: schedule(state, now + 0.05 * i, policy)[0], state
+        )
+
     submitted = jax.jit(submit, donate_argnums=0)
     aborted = jax.jit(abort, donate_argnums=0)
     print(f"jax {jax.__version__}, {arguments.rows} rows, {arguments.policy}")
@@ -127,6 +135,9 @@ def main() -> None:
             field.name: int(getattr(state.counters, field.name))
             for field in dataclasses.fields(state.counters)
         }
+        looping = []
+        for _ in range(2):  # the first compiles
+            state = timed(looping, looped, state, np.float32(arguments.steps * 0.05))
         print(f"{name}: {config.num_blocks} blocks, {int(state.pool.num_free)} free at the end, ")
         print(f"    {running} rows run, {waiting} wait; {counts}")
         for part, seconds in times.items():
@@ -136,6 +147,7 @@ def main() -> None:
                 f"    {part:10s} median {median:5.0f} us, 90% {high:5.0f}, 99% {highest:5.0f}, "
                 f"max {late.max():5.0f}"
             )
+        print(f"    schedule in a loop: {looping[-1] / LOOP_CALLS * 1e6:.0f} us")
 
 
 if __name__ == "__main__":
