@@ -23,8 +23,9 @@ then gets tokens in every call. So a row with k older ones in the table finishes
 `aging_seconds`, that time, and (k + 1) times what one row alone takes: known tokens / chunk +
 max_tokens + a few calls.
 
-Cost: a few dozen operations on R rows, plus O(M) for every row that is preempted or considered for
-admission (at most MAX_ACTIONS), plus O(blocks taken).
+Cost: a few dozen operations on R rows; for every row considered for admission (at most MAX_ACTIONS)
+the blocks found for it, and for every row preempted the blocks that it held; O(blocks taken).
+Neither the pool nor the table of blocks is copied.
 """
 
 import dataclasses

@@ -3,8 +3,8 @@
 Prints percentiles of calls, donated as the engine donates them, on one core where the process is
 bound to one (taskset -c 0), in three states of a table: steady (prompts as fast as they can be
 prefilled), full (more than that: every row of the table waits or runs, nothing fits), and churn
-(likewise, with few blocks, so that rows are preempted all the time). "In a loop" is the mean of calls
-within one compiled program, one after the other on the last of these states.
+(likewise, with few blocks, so that rows are preempted all the time). "In a loop" is the mean of
+calls within one compiled program, one after the other on the last of these states.
 """
 
 import argparse
