@@ -32,9 +32,13 @@ class Pace:
 
 
 def init_pace() -> Pace:
-    """Nothing measured yet."""
-    zero = jnp.float32(0)
-    return Pace(last_time=zero, last_tokens=zero - 1, seconds=zero, tokens=zero)
+    """Nothing measured yet. Four arrays, since a state that is donated must not hold one twice."""
+    return Pace(
+        last_time=jnp.float32(0),
+        last_tokens=jnp.float32(-1),
+        seconds=jnp.float32(0),
+        tokens=jnp.float32(0),
+    )
 
 
 def observe(pace: Pace, now: Array) -> Pace:

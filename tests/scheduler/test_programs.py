@@ -121,6 +121,11 @@ def test_schedule_gives_the_same_under_vmap():
         assert bool(jnp.all(one == two))
 
 
+def test_a_fresh_state_can_be_donated():
+    leaves = jax.tree.leaves(scheduler.init_scheduler(CONFIG))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
 @pytest.mark.parametrize("name", ["schedule_fcfs", "abort", "commit"])
 def test_programs_copy_neither_table_nor_pool(name):
     """Donated, what a program needs beside its arguments is smaller than the table of blocks."""
