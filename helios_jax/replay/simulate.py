@@ -74,8 +74,9 @@ class _Prefixes:
 
 
 class _Table(NamedTuple):
-    """All requests on the device."""
+    """All requests on the device, padded to a power of two so that few lengths are compiled."""
 
+    num_requests: Array
     arrival_seconds_N: Array
     num_prompt_N: Array
     num_output_N: Array
@@ -120,6 +121,12 @@ def simulate(
             number == len(trace),
             f"targets.{column.name}: has {number} entries for a trace of {len(trace)} requests",
         )
+    capacity = 1 << max(len(trace) - 1, 15).bit_length()
+
+    def padded(column: np.ndarray, dtype: type) -> Array:
+        extra = [(0, capacity - len(trace))] + [(0, 0)] * (column.ndim - 1)
+        return jnp.asarray(np.pad(np.asarray(column, dtype), extra))
+
     prefixes = None
     if trace.prefix_ids_NI is not None:
         for block_tokens in (config.narrow_block_tokens, config.wide_block_tokens):
@@ -128,29 +135,33 @@ def simulate(
                 f"block of {block_tokens} tokens: must divide the {trace.prefix_tokens} tokens "
                 "that share an id in this trace",
             )
-        prefixes = _Prefixes(jnp.asarray(trace.prefix_ids_NI), trace.prefix_tokens)
+        prefixes = _Prefixes(padded(trace.prefix_ids_NI, np.int32), trace.prefix_tokens)
     table = _Table(
-        arrival_seconds_N=jnp.asarray(trace.arrival_seconds, jnp.float32),
-        num_prompt_N=jnp.asarray(trace.num_prompt, jnp.int32),
-        num_output_N=jnp.asarray(trace.num_output, jnp.int32),
-        ttft_seconds_N=jnp.asarray(targets.ttft_seconds, jnp.float32),
-        tpot_seconds_N=jnp.asarray(targets.tpot_seconds, jnp.float32),
-        priority_N=jnp.asarray(targets.priority, jnp.float32),
+        num_requests=jnp.int32(len(trace)),
+        arrival_seconds_N=padded(trace.arrival_seconds, np.float32),
+        num_prompt_N=padded(trace.num_prompt, np.int32),
+        num_output_N=padded(trace.num_output, np.int32),
+        ttft_seconds_N=padded(targets.ttft_seconds, np.float32),
+        tpot_seconds_N=padded(targets.tpot_seconds, np.float32),
+        priority_N=padded(targets.priority, np.float32),
         prefixes=prefixes,
     )
-    return _run(init_scheduler(config), table, step_seconds, urgency, config.max_rounds)
+    outcome = _run(init_scheduler(config), table, step_seconds, urgency, config.max_rounds)
+    return outcome._replace(
+        first_token_time_N=outcome.first_token_time_N[: len(trace)],
+        finish_time_N=outcome.finish_time_N[: len(trace)],
+    )
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _run(state, table: _Table, step_seconds, urgency, max_rounds) -> Outcome:
-    number = table.arrival_seconds_N.shape[0]
-    never = jnp.full(number, jnp.inf, jnp.float32)
+    never = jnp.full_like(table.arrival_seconds_N, jnp.inf)
     zero = jnp.float32(0)
     simulation = _Simulation(state, zero, zero, jnp.int32(0), never, never, jnp.int32(0))
 
     def goes_on(simulation: _Simulation) -> Array:
         is_live_R = simulation.state.is_waiting_R | simulation.state.is_running_R
-        return (simulation.next_arrival < number) | jnp.any(is_live_R)
+        return (simulation.next_arrival < table.num_requests) | jnp.any(is_live_R)
 
     end = lax.while_loop(
         goes_on, lambda now: _event(now, table, step_seconds, urgency, max_rounds), simulation
@@ -167,7 +178,7 @@ def _event(
     state, plan = schedule(state, now, urgency)
     is_idle = (plan.num_decode == 0) & (plan.num_chunk_tokens == 0)
     upcoming = jnp.where(
-        next_arrival < arrivals.shape[0], arrivals.at[next_arrival].get(mode="clip"), jnp.inf
+        next_arrival < table.num_requests, arrivals.at[next_arrival].get(mode="clip"), jnp.inf
     )
 
     rows = plan.decode_rows_R
@@ -207,13 +218,12 @@ def _event(
 
 def _enter(simulation: _Simulation, table: _Table) -> tuple[SchedulerState, Array]:
     """Submits what is due, one by one; what finds no empty row waits outside in order."""
-    number = table.arrival_seconds_N.shape[0]
 
     def is_due(carry: tuple[SchedulerState, Array]) -> Array:
         state, request = carry
         has_arrived = table.arrival_seconds_N.at[request].get(mode="clip") <= simulation.now
         has_room = jnp.any((state.status_R == EMPTY) | (state.status_R == FINISHED))
-        return (request < number) & has_arrived & has_room
+        return (request < table.num_requests) & has_arrived & has_room
 
     def enter(carry: tuple[SchedulerState, Array]) -> tuple[SchedulerState, Array]:
         state, request = carry
@@ -300,15 +310,15 @@ def summarize(trace: Trace, targets: Targets, outcome: Outcome) -> dict[str, flo
     finish = np.asarray(outcome.finish_time_N, np.float64)
     served = np.isfinite(finish)
     ttft = first - trace.arrival_seconds
-    later = np.maximum(trace.num_output - 1, 1)
-    tpot = np.where(trace.num_output > 1, (finish - first) / later, 0.0)
+    later = np.maximum(trace.num_output - 1, 1)[served]
+    tpot_is_met = (finish[served] - first[served]) / later <= targets.tpot_seconds[served]
     counters = outcome.counters
     return {
         "num_requests": len(trace),
         "num_served": int(served.sum()),
         "num_refused": int(counters.num_refused),
         "ttft_met": float((ttft <= targets.ttft_seconds).mean()),
-        "tpot_met": float((served & (tpot <= targets.tpot_seconds)).mean()),
+        "tpot_met": float(tpot_is_met.sum()) / len(trace),
         "ttft_p50_seconds": float(np.quantile(ttft, 0.5, method="higher")),
         "ttft_p95_seconds": float(np.quantile(ttft, 0.95, method="higher")),
         "end_seconds": float(finish[served].max(initial=0.0)),
