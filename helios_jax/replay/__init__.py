@@ -1,10 +1,10 @@
 """How would the scheduler have served recorded traffic?
 
-Measured with `helios simulate TRACE.csv --load 0.6 --load 0.8 --load 1.0 --max-model-len 16384` on the
-two hours of github.com/Azure/AzurePublicDataset (LLM inference 2023): Llama-3-8B with INT4 weights
-and FP8 KV on an H100 at 60% of its data sheet, half of the requests wanting their first token in 1 s
-and having priority, the others in 8 s. A load of 1 is what the machine takes at its fullest. Share of
-TTFT targets met / rows preempted per 100 requests / tokens computed again, in thousands:
+Measured with `helios simulate TRACE.csv --load 0.6 --load 0.8 --load 1.0 --max-model-len 16384` on
+two traces of github.com/Azure/AzurePublicDataset (LLM inference 2023): Llama-3-8B with INT4 weights
+and FP8 KV on an H100 at 60% of its data sheet, half of the requests wanting their first token in
+1 s and having priority, the others in 8 s. A load of 1 is what the machine takes at its fullest.
+Share of TTFT targets met / preemptions per 100 requests / thousands of tokens computed again:
 
     trace, load                   deadline              fcfs              priority
     code (8,819, bursty)   0.6    91.2% / 0 / 0         39.0% / 0 / 0     47.2% / 0 / 0
@@ -14,8 +14,9 @@ TTFT targets met / rows preempted per 100 requests / tokens computed again, in t
                            0.8    98.5% / 2.0 / 666     71.4% / 0 / 0     68.3% / 7.5 / 1,783
                            1.0    96.0% / 3.5 / 1,113   26.9% / 0 / 0     17.0% / 7.7 / 1,758
 
-What deadline gives up, it gives up for long: at load 1 of code the slowest twentieth waits 170 s, with
-fcfs 83 s. A policy takes 3 to 6 s for code, 11 to 17 s for conv (one core of AMD Zen 5, jax 0.12).
+What deadline gives up, it gives up for long: at load 1 of code the slowest twentieth waits 170 s,
+with fcfs 83 s. A policy takes 3 to 6 s for code, 11 to 17 s for conv (one core of AMD Zen 5, jax
+0.12.0.1).
 """
 
 from helios_jax.replay.machine import (
