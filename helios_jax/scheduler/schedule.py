@@ -25,15 +25,18 @@ max_tokens + a few calls.
 
 Cost: a few dozen operations on R rows; for every row considered for admission (at most MAX_ACTIONS)
 the blocks found for it, and for every row preempted the blocks that it held; O(blocks taken).
-Neither the pool nor the table of blocks is copied. Measured by tests/scheduler/bench_schedule.py with
-256 rows and 16,384 blocks, a call from Python, donated, on one core of AMD Zen 5 (the other busy),
-jax 0.12.0.1, in microseconds; the longest calls are hiccups of the machine, `submit` has them too:
+Neither the pool nor the table of blocks is copied. Measured by tests/scheduler/bench_schedule.py
+with 256 rows and 16,384 blocks, a call from Python, donated, on one core of AMD Zen 5 (the other
+busy), jax 0.12.0.1, in microseconds; the longest calls are hiccups of the machine, `submit` has
+them too:
 
-    table, policy                                          median   90%   99%   longest
-    steady, deadline                                          383   491   684     2,716
-    full: 176 rows wait, nothing fits, deadline               440   511   807     2,822
-    full, 4,096 blocks, deadline                              415   490   675     1,097
-    full, 4,096 blocks, 171 preemptions in 800 calls, priority 377  457 1,317     2,841
+    table                                                median   90%   99%   longest
+    steady                                                  383   491   684     2,716
+    full: 176 rows wait, nothing fits                       440   511   807     2,822
+    full, with 4,096 blocks                                 415   490   675     1,097
+    full, with 4,096 blocks, 171 preemptions in 800 calls   377   457 1,317     2,841
+
+(deadline; the last by priority, since deadline preempts less.)
 
 Where nothing is to be admitted, called in a loop inside one program: 82, 101, 99 and 87.
 """
