@@ -10,7 +10,8 @@ from helios_jax.cache.blocks import BlockPool
 from helios_jax.cache.masked import after, masked_set
 from helios_jax.scheduler.state import FINISHED, WAITING, SchedulerState
 
-_RELEASE_WINDOW = 128
+# Blocks that are read or released at a time.
+_WINDOW = 128
 
 
 def release_row(state: SchedulerState, row: Array) -> SchedulerState:
@@ -28,24 +29,32 @@ def release_row(state: SchedulerState, row: Array) -> SchedulerState:
 def read_row(state: SchedulerState, row: Array) -> Array:
     """The blocks of a row whose place in the table is about to be written, int32 [M].
 
-    Behind a barrier: otherwise XLA repeats the reading wherever the blocks are used, also after the
-    writing, and copies the whole table for that.
+    In a loop, which XLA cannot fuse into what uses the blocks: it would read them again there, also
+    after the writing, and copy the whole table for that. (A barrier helps on jax 0.12 alone.)
     """
-    return lax.optimization_barrier(state.block_table_RM[row])
+    M = state.block_table_RM.shape[1]
+    num_windows = (state.num_blocks_R[row] + _WINDOW - 1) // _WINDOW
+
+    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        blocks_M, done = carry
+        place_W = done * _WINDOW + jnp.arange(_WINDOW)
+        blocks_W = state.block_table_RM.at[row, place_W].get(mode="fill", fill_value=-1)
+        return blocks_M.at[place_W].set(blocks_W, mode="drop"), done + 1
+
+    start = (jnp.full(M, -1, jnp.int32), jnp.int32(0))
+    return lax.while_loop(lambda carry: carry[1] < num_windows, step, start)[0]
 
 
 def _release_prefix(pool: BlockPool, blocks_M: Array, num_blocks: Array) -> BlockPool:
     """`blocks.release` of the first `num_blocks`, a window at a time from the last to the first."""
-    window = min(_RELEASE_WINDOW, blocks_M.shape[0])
-    padding = -blocks_M.shape[0] % window
-    blocks_X = jnp.pad(blocks_M, (0, padding), constant_values=-1)
 
     def step(carry: tuple[BlockPool, Array]) -> tuple[BlockPool, Array]:
         pool, left = carry
-        blocks_W = lax.dynamic_slice_in_dim(blocks_X, (left - 1) * window, window)
+        place_W = (left - 1) * _WINDOW + jnp.arange(_WINDOW)
+        blocks_W = blocks_M.at[place_W].get(mode="fill", fill_value=-1)
         return blocks.release(pool, blocks_W), left - 1
 
-    num_windows = (num_blocks + window - 1) // window
+    num_windows = (num_blocks + _WINDOW - 1) // _WINDOW
     return lax.while_loop(lambda carry: carry[1] > 0, step, (pool, num_windows))[0]
 
 
