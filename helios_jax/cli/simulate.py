@@ -61,7 +61,7 @@ def simulate(
         float | None, typer.Option(help="Of the KV cache, instead of what the weights leave.")
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Longest request; longer ones are refused. Default: 32768.")
+        int, typer.Option(help="Longest request; longer ones are refused.")
     ] = 32_768,
     max_num_seqs: Annotated[int, typer.Option(help="Requests running at a time.")] = 128,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 2048,

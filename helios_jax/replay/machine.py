@@ -111,10 +111,20 @@ def deal_targets(
 
 
 def saturation_seconds(trace: Trace, machine: Machine) -> float:
-    """How long the machine takes for the trace if all requests are there from the start."""
+    """How long the machine takes for the trace if all requests are there from the start.
+
+    Raises:
+      ValueError: it can serve none of them.
+    """
     together = trace.at_load(1e9)
     never = np.full(len(trace), np.inf)
     targets = Targets(never, never, np.zeros(len(trace)))
     outcome = simulate(together, targets, machine.config, machine.step_seconds, fcfs)
     finish = np.asarray(outcome.finish_time_N)
-    return float(finish[np.isfinite(finish)].max(initial=0.0))
+    config = machine.config
+    require(
+        bool(np.isfinite(finish).any()),
+        f"max_model_len={config.max_model_len}: with {config.num_blocks * BLOCK_TOKENS} tokens of "
+        "KV cache no request of this trace fits; raise it, or take a larger GPU",
+    )
+    return float(finish[np.isfinite(finish)].max())

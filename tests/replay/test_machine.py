@@ -42,6 +42,13 @@ def test_saturation_is_the_time_of_all_at_once():
     assert seconds == pytest.approx(3 * 2048 / made.config.prefill_tokens_per_second, rel=0.01)
 
 
+def test_a_machine_that_can_serve_nothing_has_no_saturation():
+    trace = Trace(np.array([0.0, 5.0, 500.0]), *np.full((2, 3), [[5000], [1]], np.int32))
+    made = machine(LLAMA_8B, "h100", Formats(), max_model_len=4096, max_num_rows=128)
+    with pytest.raises(ValueError, match="max_model_len=4096: .* no request of this trace fits"):
+        saturation_seconds(trace, made)
+
+
 def test_shorter_targets_have_the_better_priority():
     targets = deal_targets(1000, [8.0, 1.0], 0.1, seed=3)
     assert set(zip(targets.ttft_seconds, targets.priority, strict=True)) == {(1.0, 0), (8.0, 1)}
