@@ -21,11 +21,9 @@ def run(example: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_there_are_two():
-    assert [("helios_jax.load" in e, "make_mesh" in e) for e in EXAMPLES] == [
-        (True, False),
-        (False, True),
-    ]
+def test_there_are_three():
+    words = ("helios_jax.load", "make_mesh", "short_first")
+    assert [[word for word in words if word in e] for e in EXAMPLES] == [[word] for word in words]
 
 
 @pytest.mark.usefixtures("smollm2_native_path")
@@ -42,3 +40,9 @@ def test_generate_in_the_callers_jit_on_a_mesh_of_eight_equals_one_device():
     num_devices, _, single = run(one + report).partition(" ")
     assert num_devices == "1"
     assert sharded == single
+
+
+def test_a_policy_of_ones_own_in_the_simulator():
+    met = dict(re.findall(r"(\w+): (\d+)% of the TTFT targets met", run(EXAMPLES[2])))
+    assert list(met) == ["short_first", "deadline", "fcfs"]
+    assert int(met["fcfs"]) < min(int(met["short_first"]), int(met["deadline"])) <= 100

@@ -14,6 +14,7 @@ from helios_jax.cache.blocks import BlockPool
 from helios_jax.cache.masked import get_any, masked_max, masked_set
 
 NUM_PROBES = 8
+_LOOKUP_WINDOW = 64
 
 
 def lookup(pool: BlockPool, hashes_K2: Array) -> Array:
@@ -29,10 +30,27 @@ def lookup(pool: BlockPool, hashes_K2: Array) -> Array:
 
 
 def lookup_prefix(pool: BlockPool, hashes_M2: Array) -> Array:
-    """The blocks of the longest findable prefix, int32 [M], -1 from the first that is missing."""
-    blocks_M = lookup(pool, hashes_M2)
-    missing_M = jnp.cumsum((blocks_M < 0).astype(jnp.int32)) > 0
-    return jnp.where(missing_M, -1, blocks_M)
+    """The blocks of the longest findable prefix, int32 [M], -1 from the first that is missing.
+
+    A window of hashes at a time, and none after the one where a block is missing: O(blocks found).
+    """
+    length = hashes_M2.shape[0]
+    window = min(_LOOKUP_WINDOW, length)
+    num_windows = -(-length // window)
+    hashes_X2 = jnp.pad(hashes_M2, ((0, num_windows * window - length), (0, 0)))
+
+    def step(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        start, _, blocks_X = carry
+        blocks_W = lookup(pool, lax.dynamic_slice_in_dim(hashes_X2, start, window))
+        missing_W = jnp.cumsum((blocks_W < 0).astype(jnp.int32)) > 0
+        blocks_W = jnp.where(missing_W, -1, blocks_W)
+        blocks_X = lax.dynamic_update_slice_in_dim(blocks_X, blocks_W, start, axis=0)
+        goes_on = ~missing_W[-1] & (start + window < num_windows * window)
+        return start + window, goes_on, blocks_X
+
+    nowhere_X = jnp.full(num_windows * window, -1, jnp.int32)
+    start = (jnp.int32(0), jnp.bool_(True), nowhere_X)
+    return lax.while_loop(lambda carry: carry[1], step, start)[2][:length]
 
 
 def publish(pool: BlockPool, blocks_K: Array, hashes_K2: Array) -> BlockPool:

@@ -23,6 +23,7 @@ from helios_jax.cli.models import models
 from helios_jax.cli.options import Debug
 from helios_jax.cli.pull import pull
 from helios_jax.cli.quantize import quantize
+from helios_jax.cli.simulate import simulate
 
 app = typer.Typer(
     name="helios",
@@ -32,7 +33,17 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (generate, chat, pull, models, convert, quantize, evaluate, calibrate_kv):
+for verb in (
+    generate,
+    chat,
+    pull,
+    models,
+    convert,
+    quantize,
+    evaluate,
+    calibrate_kv,
+    simulate,
+):
     app.command()(verb)
 app.add_typer(bench.app)
 

@@ -7,7 +7,7 @@ time passes per event and not per token. All in one compiled loop.
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from helios_jax.cache.hashing import chain_hash
 from helios_jax.cache.masked import get_any, masked_set
 from helios_jax.config import require
 from helios_jax.replay.traces import Trace
@@ -32,12 +33,10 @@ from helios_jax.scheduler import (
     commit,
     grow,
     init_scheduler,
+    is_wide_prompt,
     schedule,
     submit,
 )
-
-# Requests that enter the table in one event at most.
-_ARRIVALS = 8
 
 StepSeconds = Callable[..., Array]
 
@@ -63,6 +62,28 @@ class Outcome(NamedTuple):
     finish_time_N: Array
     num_events: Array
     counters: Counters
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Prefixes:
+    """See `Trace`."""
+
+    ids_NI: Array
+    tokens: int = field(metadata={"static": True})
+
+
+class _Table(NamedTuple):
+    """All requests on the device, padded to a power of two so that few lengths are compiled."""
+
+    num_requests: Array
+    arrival_seconds_N: Array
+    num_prompt_N: Array
+    num_output_N: Array
+    ttft_seconds_N: Array
+    tpot_seconds_N: Array
+    priority_N: Array
+    prefixes: _Prefixes | None
 
 
 class _Simulation(NamedTuple):
@@ -94,46 +115,70 @@ def simulate(
     Raises:
       ValueError: the targets are not as many as the requests.
     """
-    for field in dataclasses.fields(targets):
-        number = len(getattr(targets, field.name))
+    for column in dataclasses.fields(targets):
+        number = len(getattr(targets, column.name))
         require(
             number == len(trace),
-            f"targets.{field.name}: has {number} entries for a trace of {len(trace)} requests",
+            f"targets.{column.name}: has {number} entries for a trace of {len(trace)} requests",
         )
-    columns = (
-        trace.arrival_seconds.astype(np.float32), trace.num_prompt, trace.num_output,
-        targets.ttft_seconds.astype(np.float32), targets.tpot_seconds.astype(np.float32),
-        targets.priority.astype(np.float32),
-    )  # fmt: skip
-    columns = tuple(map(jnp.asarray, columns))
-    return _run(init_scheduler(config), columns, step_seconds, urgency, config.max_rounds)
+    capacity = 1 << max(len(trace) - 1, 15).bit_length()
+
+    def padded(column: np.ndarray, dtype: type) -> Array:
+        extra = [(0, capacity - len(trace))] + [(0, 0)] * (column.ndim - 1)
+        return jnp.asarray(np.pad(np.asarray(column, dtype), extra))
+
+    prefixes = None
+    if trace.prefix_ids_NI is not None:
+        for block_tokens in (config.narrow_block_tokens, config.wide_block_tokens):
+            require(
+                trace.prefix_tokens % block_tokens == 0,
+                f"block of {block_tokens} tokens: must divide the {trace.prefix_tokens} tokens "
+                "that share an id in this trace",
+            )
+        prefixes = _Prefixes(padded(trace.prefix_ids_NI, np.int32), trace.prefix_tokens)
+    table = _Table(
+        num_requests=jnp.int32(len(trace)),
+        arrival_seconds_N=padded(trace.arrival_seconds, np.float32),
+        num_prompt_N=padded(trace.num_prompt, np.int32),
+        num_output_N=padded(trace.num_output, np.int32),
+        ttft_seconds_N=padded(targets.ttft_seconds, np.float32),
+        tpot_seconds_N=padded(targets.tpot_seconds, np.float32),
+        priority_N=padded(targets.priority, np.float32),
+        prefixes=prefixes,
+    )
+    outcome = _run(init_scheduler(config), table, step_seconds, urgency, config.max_rounds)
+    return outcome._replace(
+        first_token_time_N=outcome.first_token_time_N[: len(trace)],
+        finish_time_N=outcome.finish_time_N[: len(trace)],
+    )
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
-def _run(state, columns, step_seconds, urgency, max_rounds) -> Outcome:
-    number = columns[0].shape[0]
-    never = jnp.full(number, jnp.inf, jnp.float32)
+def _run(state, table: _Table, step_seconds, urgency, max_rounds) -> Outcome:
+    never = jnp.full_like(table.arrival_seconds_N, jnp.inf)
     zero = jnp.float32(0)
     simulation = _Simulation(state, zero, zero, jnp.int32(0), never, never, jnp.int32(0))
 
     def goes_on(simulation: _Simulation) -> Array:
         is_live_R = simulation.state.is_waiting_R | simulation.state.is_running_R
-        return (simulation.next_arrival < number) | jnp.any(is_live_R)
+        return (simulation.next_arrival < table.num_requests) | jnp.any(is_live_R)
 
     end = lax.while_loop(
-        goes_on, lambda now: _event(now, columns, step_seconds, urgency, max_rounds), simulation
+        goes_on, lambda now: _event(now, table, step_seconds, urgency, max_rounds), simulation
     )
     return Outcome(end.first_token_time_N, end.finish_time_N, end.num_events, end.state.counters)
 
 
-def _event(simulation: _Simulation, columns, step_seconds, urgency, max_rounds) -> _Simulation:
-    arrivals = columns[0]
-    state, next_arrival = _enter(simulation, columns)
+def _event(
+    simulation: _Simulation, table: _Table, step_seconds, urgency, max_rounds
+) -> _Simulation:
+    arrivals = table.arrival_seconds_N
+    state, next_arrival = _enter(simulation, table)
     now = simulation.now
     state, plan = schedule(state, now, urgency)
     is_idle = (plan.num_decode == 0) & (plan.num_chunk_tokens == 0)
     upcoming = jnp.where(
-        next_arrival < arrivals.shape[0], arrivals.at[next_arrival].get(mode="clip"), jnp.inf
+        next_arrival < table.num_requests, arrivals.at[next_arrival].get(mode="clip"), jnp.inf
     )
 
     rows = plan.decode_rows_R
@@ -171,29 +216,49 @@ def _event(simulation: _Simulation, columns, step_seconds, urgency, max_rounds) 
     )  # fmt: skip
 
 
-def _enter(simulation: _Simulation, columns) -> tuple[SchedulerState, Array]:
-    """Submits what is due, as far as the table has room; the rest waits outside in order."""
-    arrivals, num_prompt, num_output, ttft, tpot, priority = columns
-    state = simulation.state
-    number = arrivals.shape[0]
-    index = simulation.next_arrival + jnp.arange(_ARRIVALS)
-    request = jnp.minimum(index, number - 1)
-    num_empty = jnp.sum((state.status_R == EMPTY) | (state.status_R == FINISHED))
-    is_due = (index < number) & (arrivals[request] <= simulation.now)
-    is_due &= jnp.arange(_ARRIVALS) < num_empty
-    requests = Requests(
-        request_id_N=jnp.where(is_due, request, -1),
-        num_prompt_N=num_prompt[request],
-        max_tokens_N=num_output[request],
-        priority_N=priority[request],
-        arrival_time_N=arrivals[request],
-        deadline_N=jnp.full(_ARRIVALS, jnp.inf),
-        ttft_target_N=ttft[request],
-        tpot_target_N=tpot[request],
-        hash_NM2=jnp.zeros((_ARRIVALS, *state.hash_RM2.shape[1:]), jnp.uint32),
-    )
-    state, _, _ = submit(state, requests)
-    return state, simulation.next_arrival + jnp.sum(is_due, dtype=jnp.int32)
+def _enter(simulation: _Simulation, table: _Table) -> tuple[SchedulerState, Array]:
+    """Submits what is due, one by one; what finds no empty row waits outside in order."""
+
+    def is_due(carry: tuple[SchedulerState, Array]) -> Array:
+        state, request = carry
+        has_arrived = table.arrival_seconds_N.at[request].get(mode="clip") <= simulation.now
+        has_room = jnp.any((state.status_R == EMPTY) | (state.status_R == FINISHED))
+        return (request < table.num_requests) & has_arrived & has_room
+
+    def enter(carry: tuple[SchedulerState, Array]) -> tuple[SchedulerState, Array]:
+        state, request = carry
+        fields = {
+            "request_id_N": request,
+            "num_prompt_N": table.num_prompt_N[request],
+            "max_tokens_N": table.num_output_N[request],
+            "priority_N": table.priority_N[request],
+            "arrival_time_N": table.arrival_seconds_N[request],
+            "deadline_N": jnp.float32(jnp.inf),
+            "ttft_target_N": table.ttft_seconds_N[request],
+            "tpot_target_N": table.tpot_seconds_N[request],
+            "hash_NM2": _hashes(state, table, request),
+        }
+        state, _, _ = submit(state, Requests(**{k: value[None] for k, value in fields.items()}))
+        return state, request + 1
+
+    return lax.while_loop(is_due, enter, (simulation.state, simulation.next_arrival))
+
+
+def _hashes(state: SchedulerState, table: _Table, request: Array) -> Array:
+    """Content hashes of the prompt's full blocks: of the trace's id and the place under it."""
+    M = state.block_table_RM.shape[1]
+    if table.prefixes is None:
+        return jnp.zeros((M, 2), jnp.uint32)
+    num_prompt = table.num_prompt_N[request]
+    block_tokens = jnp.where(is_wide_prompt(state, num_prompt), *state.block_tokens[::-1])
+    start_M = jnp.arange(M) * block_tokens
+    ids_I = table.prefixes.ids_NI[request]
+    id_M = ids_I.at[start_M // table.prefixes.tokens].get(mode="fill", fill_value=-1)
+    place_M = start_M % table.prefixes.tokens
+    words_M3 = jnp.stack([id_M, place_M, jnp.full_like(id_M, block_tokens)], axis=-1)
+    hash_M2 = chain_hash(jnp.zeros(2, jnp.uint32), words_M3)
+    is_full_M = start_M + block_tokens <= num_prompt
+    return jnp.where((is_full_M & (id_M >= 0))[:, None], hash_M2, jnp.uint32(0))
 
 
 def _pass_seconds(
@@ -223,6 +288,8 @@ def _num_rounds(state: SchedulerState, plan: Plan, seconds, until_arrival, max_r
     left = get_any(state.max_known_R, rows) - known
     to_watermark = state.limits.kv_watermark - known
     left = jnp.where(is_wide, left, jnp.minimum(left, jnp.maximum(to_watermark, 0) + 1))
+    # A row that found its whole prompt gets its first token in a round of its own time.
+    left = jnp.where(get_any(state.num_output_R, rows) == 0, 1, left)
     rounds = jnp.min(jnp.where(named, left, max_rounds), initial=max_rounds)
     arrives = jnp.minimum(jnp.ceil(until_arrival / seconds), float(max_rounds))
     rounds = jnp.minimum(rounds, arrives.astype(jnp.int32))
@@ -234,23 +301,29 @@ def _num_rounds(state: SchedulerState, plan: Plan, seconds, until_arrival, max_r
 
 
 def summarize(trace: Trace, targets: Targets, outcome: Outcome) -> dict[str, float]:
-    """Shares of targets met, times in seconds, and what preemption cost."""
+    """Shares of targets met, times in seconds, what preemption cost and what sharing saved.
+
+    `prefix_hit_rate` is the share of prompt tokens found instead of computed; tokens found by rows
+    that resume count too.
+    """
     first = np.asarray(outcome.first_token_time_N, np.float64)
     finish = np.asarray(outcome.finish_time_N, np.float64)
     served = np.isfinite(finish)
     ttft = first - trace.arrival_seconds
-    later = np.maximum(trace.num_output - 1, 1)
-    tpot = np.where(trace.num_output > 1, (finish - first) / later, 0.0)
+    later = np.maximum(trace.num_output - 1, 1)[served]
+    tpot_is_met = (finish[served] - first[served]) / later <= targets.tpot_seconds[served]
     counters = outcome.counters
     return {
         "num_requests": len(trace),
         "num_served": int(served.sum()),
+        "num_refused": int(counters.num_refused),
         "ttft_met": float((ttft <= targets.ttft_seconds).mean()),
-        "tpot_met": float((served & (tpot <= targets.tpot_seconds)).mean()),
-        "ttft_p50_seconds": float(np.median(ttft[served])),
-        "ttft_p95_seconds": float(np.quantile(ttft[served], 0.95)),
+        "tpot_met": float(tpot_is_met.sum()) / len(trace),
+        "ttft_p50_seconds": float(np.quantile(ttft, 0.5, method="higher")),
+        "ttft_p95_seconds": float(np.quantile(ttft, 0.95, method="higher")),
         "end_seconds": float(finish[served].max(initial=0.0)),
         "preemption_rate": float(counters.num_preemptions) / len(trace),
         "num_recomputed_tokens": int(counters.num_recomputed_tokens),
+        "prefix_hit_rate": float(counters.num_prefix_hit_tokens) / float(trace.num_prompt.sum()),
         "num_events": int(outcome.num_events),
     }

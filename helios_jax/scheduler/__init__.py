@@ -5,6 +5,7 @@ A step is: `submit` what arrived and `abort` what was called off, `schedule`, ca
 """
 
 from helios_jax.scheduler.commit import advance, commit, grow, hash_outputs
+from helios_jax.scheduler.policies import find_policy
 from helios_jax.scheduler.requests import (
     ABSENT,
     ACCEPTED,
@@ -52,6 +53,7 @@ __all__ = [
     "advance",
     "check_invariants",
     "commit",
+    "find_policy",
     "grow",
     "hash_outputs",
     "init_limits",

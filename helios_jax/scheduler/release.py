@@ -6,24 +6,60 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from helios_jax.cache import blocks
+from helios_jax.cache.blocks import BlockPool
 from helios_jax.cache.masked import after, masked_set
 from helios_jax.scheduler.state import FINISHED, WAITING, SchedulerState
 
+# Blocks that are read or released at a time.
+_WINDOW = 128
+
 
 def release_row(state: SchedulerState, row: Array) -> SchedulerState:
-    """Row `row` holds no blocks any more. O(M)."""
-    blocks_M = state.block_table_RM[row]
+    """Row `row` holds no blocks any more. O(blocks held)."""
+    blocks_M = read_row(state, row)
     return dataclasses.replace(
         state,
-        pool=blocks.release(state.pool, blocks_M),
+        pool=_release_prefix(state.pool, blocks_M, state.num_blocks_R[row]),
         num_blocks_R=state.num_blocks_R.at[row].set(0),
         num_published_R=state.num_published_R.at[row].set(0),
         block_table_RM=state.block_table_RM.at[row].set(after(blocks_M, -1)),
     )
 
 
+def read_row(state: SchedulerState, row: Array) -> Array:
+    """The blocks of a row whose place in the table is about to be written, int32 [M].
+
+    In a loop, which XLA cannot fuse into what uses the blocks: it would read them again there, also
+    after the writing, and copy the whole table for that. (A barrier helps on jax 0.12 alone.)
+    """
+    M = state.block_table_RM.shape[1]
+    num_windows = (state.num_blocks_R[row] + _WINDOW - 1) // _WINDOW
+
+    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        blocks_M, done = carry
+        place_W = done * _WINDOW + jnp.arange(_WINDOW)
+        blocks_W = state.block_table_RM.at[row, place_W].get(mode="fill", fill_value=-1)
+        return blocks_M.at[place_W].set(blocks_W, mode="drop"), done + 1
+
+    start = (jnp.full(M, -1, jnp.int32), jnp.int32(0))
+    return lax.while_loop(lambda carry: carry[1] < num_windows, step, start)[0]
+
+
+def _release_prefix(pool: BlockPool, blocks_M: Array, num_blocks: Array) -> BlockPool:
+    """`blocks.release` of the first `num_blocks`, a window at a time from the last to the first."""
+
+    def step(carry: tuple[BlockPool, Array]) -> tuple[BlockPool, Array]:
+        pool, left = carry
+        place_W = (left - 1) * _WINDOW + jnp.arange(_WINDOW)
+        blocks_W = blocks_M.at[place_W].get(mode="fill", fill_value=-1)
+        return blocks.release(pool, blocks_W), left - 1
+
+    num_windows = (num_blocks + _WINDOW - 1) // _WINDOW
+    return lax.while_loop(lambda carry: carry[1] > 0, step, (pool, num_windows))[0]
+
+
 def release_rows(state: SchedulerState) -> SchedulerState:
-    """All finished rows hold no blocks any more. O(M) a row."""
+    """All finished rows hold no blocks any more."""
 
     def is_holding(state: SchedulerState) -> Array:
         return (state.status_R == FINISHED) & (state.num_blocks_R > 0)

@@ -13,6 +13,7 @@ from helios_jax.cache import blocks
 from helios_jax.cache.blocks import BlockPool
 from helios_jax.cache.masked import masked_add
 from helios_jax.config import require
+from helios_jax.scheduler.pace import Pace, init_pace
 
 # Values of `SchedulerState.status_R`.
 EMPTY, WAITING, RUNNING, FINISHED = range(4)
@@ -177,7 +178,7 @@ class SchedulerState:
       waiting_since_R: time of arrival or of the last preemption.
       ttft_target_R, tpot_target_R: seconds to the first token and for each later one.
       is_wide_R: whether the row's KV is (or will be) in the wide precision.
-      is_aged_R: goes before all others that are not, by order of submission; stays so.
+      is_aged_R: has waited, was skipped or was preempted too much, see `order`; stays so.
       num_preemptions_R: how often preempted.
       num_skips_R: steps in which a less urgent row was admitted because this one did not fit.
       num_blocks_R, block_table_RM: blocks held; -1 padded.
@@ -185,7 +186,7 @@ class SchedulerState:
       num_hashed_R: how many of them are known; 0 after a change of precision.
       num_published_R: blocks that were offered to the prefix table.
       next_sequence: of the next request.
-      pool, limits, counters: see there.
+      pool, pace, limits, counters: see there.
       block_tokens: (narrow, wide) tokens per block; static.
       max_chunk_tokens: bound on `max_num_batched_tokens`; static, the width of lists.
     """
@@ -215,6 +216,7 @@ class SchedulerState:
     num_published_R: Array
     next_sequence: Array
     pool: BlockPool
+    pace: Pace
     limits: Limits
     counters: Counters
     block_tokens: tuple[int, int] = field(metadata={"static": True})
@@ -279,6 +281,7 @@ def init_scheduler(config: SchedulerConfig) -> SchedulerState:
         num_published_R=full(0),
         next_sequence=scalar(0),
         pool=blocks.init_block_pool(config.num_blocks),
+        pace=init_pace(),
         limits=init_limits(config),
         counters=init_counters(),
         block_tokens=(config.narrow_block_tokens, config.wide_block_tokens),
@@ -323,6 +326,7 @@ def rebase(state: SchedulerState, seconds: Array | float) -> SchedulerState:
         deadline_R=state.deadline_R - seconds,
         first_token_time_R=state.first_token_time_R - seconds,
         waiting_since_R=state.waiting_since_R - seconds,
+        pace=dataclasses.replace(state.pace, last_time=state.pace.last_time - seconds),
         sequence_R=state.sequence_R - oldest,
         next_sequence=state.next_sequence - oldest,
     )

@@ -124,6 +124,18 @@ def test_a_prefix_ends_at_the_first_missing_block():
     assert lookup_prefix(pool, hashes([5, 6, 7, 8])).tolist()[:4] == [0, 1, -1, -1]
 
 
+@pytest.mark.parametrize("missing", [None, 0, 63, 64, 130])
+def test_a_prefix_may_be_longer_than_a_window(missing):
+    pool, _ = allocate(blocks.init_block_pool(150), jnp.asarray([150]), 150)
+    numbers = list(range(1, 151))
+    pool = publish(pool, ids(range(150), 150), hashes(numbers, 150))
+    if missing is not None:
+        numbers[missing] = 999
+    found = lookup_prefix(pool, hashes(numbers, 150)).tolist()
+    number = 150 if missing is None else missing
+    assert found == [*range(number), *[-1] * (150 - number)]
+
+
 def test_copy_on_write_copies_what_others_hold():
     pool, _ = allocate(blocks.init_block_pool(6), jnp.asarray([3]), 3)
     pool = publish(share(pool, ids([1])), ids([1, 2]), hashes([5, 6]))

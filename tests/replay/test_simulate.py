@@ -102,3 +102,44 @@ def test_targets_must_be_as_many_as_requests():
     targets = dataclasses.replace(targets, priority=np.zeros(3))
     with pytest.raises(ValueError, match="targets.priority: has 3 entries"):
         simulate(trace, targets, CONFIG, one_second, urgency.fcfs)
+
+
+def with_prefixes(trace, ids):
+    return dataclasses.replace(trace, prefix_ids_NI=np.array(ids, np.int32), prefix_tokens=64)
+
+
+def test_a_shared_prefix_is_found_and_not_computed_again():
+    """Ids stand for 64 tokens, blocks for 16: of the second prompt 96 tokens are the first's."""
+    ids = [[1, 2, -1], [1, 2, -1], [9, 2, -1], [1, 2, 3]]
+    trace, targets = make([0.0, 50.0, 100.0, 150.0], [100, 100, 100, 140], [2] * 4)
+    outcome = simulate(with_prefixes(trace, ids), targets, CONFIG, seconds_per_token, urgency.fcfs)
+    ttft = np.asarray(outcome.first_token_time_N) - trace.arrival_seconds
+    # The partial block of 100 is computed again; an id after another is other content.
+    np.testing.assert_allclose(ttft, [1.0, 0.04, 1.0, 0.44], atol=1e-4)
+    summary = summarize(trace, targets, outcome)
+    assert summary["prefix_hit_rate"] == pytest.approx(2 * 96 / 440)
+
+
+def test_wide_rows_share_wide_blocks_alone():
+    """Past the watermark blocks hold 8 tokens; the narrow ones of a shorter prompt are no match."""
+    config = dataclasses.replace(CONFIG, kv_watermark=110)
+    trace, targets = make([0.0, 50.0, 100.0], [100, 128, 128], [2] * 3)
+    trace = with_prefixes(trace, [[1, 2], [1, 2], [1, 2]])
+    outcome = simulate(trace, targets, config, seconds_per_token, urgency.fcfs)
+    ttft = np.asarray(outcome.first_token_time_N) - trace.arrival_seconds
+    np.testing.assert_allclose(ttft, [1.0, 1.28, 0.01], atol=1e-4)
+
+
+def test_blocks_must_divide_what_an_id_stands_for():
+    trace, targets = make([0.0], [5], [5])
+    trace = dataclasses.replace(with_prefixes(trace, [[1]]), prefix_tokens=40)
+    with pytest.raises(ValueError, match="block of 16 tokens: must divide the 40 tokens"):
+        simulate(trace, targets, CONFIG, one_second, urgency.fcfs)
+
+
+def test_nobody_served_is_nothing_met():
+    trace, targets = make([0.0], [1023], [600], ttft=1.0)
+    outcome = simulate(trace, targets, CONFIG, one_second, urgency.fcfs)
+    summary = summarize(trace, targets, outcome)
+    assert summary["ttft_met"] == summary["num_served"] == 0 and summary["num_refused"] == 1
+    assert summary["ttft_p95_seconds"] == math.inf

@@ -1,8 +1,10 @@
 """Are traces read as they were recorded, and malformed ones refused by name?"""
 
+import json
+
 import pytest
 
-from helios_jax.replay import read_azure_csv
+from helios_jax.replay import read_azure_csv, read_mooncake_jsonl, read_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
@@ -36,3 +38,61 @@ def test_times_are_relative_sorted_and_keep_their_decimals(tmp_path):
 def test_malformed_traces_are_refused(tmp_path, text, match):
     with pytest.raises(ValueError, match=match):
         read_azure_csv(write(tmp_path, text))
+
+
+def mooncake(tmp_path, *records):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)) + "\n")
+    return path
+
+
+def record(timestamp, input_length, ids, **changes):
+    return {
+        "timestamp": timestamp, "input_length": input_length, "output_length": 5, "hash_ids": ids,
+        **changes,
+    }  # fmt: skip
+
+
+def test_a_mooncake_trace_keeps_its_prefixes(tmp_path):
+    path = mooncake(tmp_path, record(1500, 513, [7, 9]), record(1000, 512, [7]))
+    trace = read_trace(path)
+    assert trace.arrival_seconds.tolist() == [0.0, 0.5]
+    assert trace.num_prompt.tolist() == [512, 513] and trace.num_output.tolist() == [5, 5]
+    assert trace.prefix_ids_NI.tolist() == [[7, -1], [7, 9]] and trace.prefix_tokens == 512
+    assert trace.head(1).prefix_ids_NI.tolist() == [[7, -1]] and len(trace.head(1)) == 1
+
+
+def test_equal_timestamps_are_spread_until_the_next(tmp_path):
+    times = [0, 0, 0, 1500, 9000, 9000]
+    path = mooncake(tmp_path, *[record(time, 1, [i]) for i, time in enumerate(times)])
+    arrivals = read_mooncake_jsonl(path, spread_seconds=3.0).arrival_seconds.tolist()
+    assert arrivals == [0.0, 0.5, 1.0, 1.5, 9.0, 10.5]
+    together = read_mooncake_jsonl(path, spread_seconds=0.0).arrival_seconds.tolist()
+    assert together == [0.0, 0.0, 0.0, 1.5, 9.0, 9.0]
+
+
+@pytest.mark.parametrize("malformed, match", [
+    ({}, "must be an object of timestamp"),
+    ([1], "must be an object of timestamp"),
+    (record(0, 513, [1]), "hash_ids: 1 of them, a prompt of 513 has 2"),
+    (record(0, 5, [-1]), "hash_ids: -1 must be a count"),
+    (record(0, 5, ["a"]), "hash_ids: 'a' must be a count"),
+    (record(0, 5, 3), "is it a Mooncake trace"),
+    (record(0, 5, [2**31]), "below 2.31"),
+    (record(0, 5, [1], output_length=1.5), "output_length: 1.5 must be a count"),
+])  # fmt: skip
+def test_malformed_mooncake_lines_are_refused_by_number(tmp_path, malformed, match):
+    path = mooncake(tmp_path, record(0, 5, [0]), malformed)
+    with pytest.raises(ValueError, match=match) as raised:
+        read_mooncake_jsonl(path)
+    assert "line 2" in str(raised.value)
+
+
+def test_empty_and_unknown_traces_are_refused(tmp_path):
+    (tmp_path / "trace.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no requests"):
+        read_trace(tmp_path / "trace.jsonl")
+    with pytest.raises(ValueError, match="must end in .csv"):
+        read_trace(tmp_path / "trace.txt")
+    with pytest.raises(ValueError, match="spread_seconds=-1"):
+        read_mooncake_jsonl(tmp_path / "trace.jsonl", spread_seconds=-1)

@@ -119,3 +119,21 @@ def test_schedule_gives_the_same_under_vmap():
     both = jax.jit(jax.vmap(scheduler.schedule, in_axes=(0, None)))(pair, NOW)
     for one, two in zip(jax.tree.leaves(alone), jax.tree.leaves(both), strict=True):
         assert bool(jnp.all(one == two))
+
+
+def test_a_fresh_state_can_be_donated():
+    leaves = jax.tree.leaves(scheduler.init_scheduler(CONFIG))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
+@pytest.mark.parametrize("name", ["schedule_fcfs", "abort", "commit"])
+def test_programs_copy_neither_table_nor_pool(name):
+    """Donated, what a program needs beside its arguments is smaller than the table of blocks."""
+    config = scheduler.SchedulerConfig(
+        num_blocks=1021, max_num_rows=64, max_model_len=32_768, max_num_seqs=4
+    )
+    state = jax.eval_shape(lambda: scheduler.init_scheduler(config))
+    compiled = jax.jit(PROGRAMS[name], donate_argnums=0).lower(state).compile()
+    table = state.block_table_RM
+    assert table.size >= 64 * 4096
+    assert compiled.memory_analysis().temp_size_in_bytes < table.size * table.dtype.itemsize / 2

@@ -314,6 +314,16 @@ def test_a_row_that_cannot_hold_both_precisions_prefills_again():
     assert int(state.counters.num_recomputed_tokens) == 40
 
 
+def test_a_row_that_cannot_hold_both_precisions_pushes_out_nobody():
+    state = start(kv_watermark=40, num_blocks=8)
+    state, first, _ = submit(state, 0, 38, max_tokens=5)  # 3 narrow blocks, then 6 wide ones
+    state, second, _ = submit(state, 1, 5, max_tokens=10)  # one
+    for _ in range(12):
+        state, _ = run_step(state)
+    assert state.num_output_R.tolist()[:2] == [5, 10]
+    assert state.num_preemptions_R.tolist()[:2] == [1, 0]
+
+
 def test_a_row_past_the_watermark_pauses_until_the_next_plan():
     state = start(kv_watermark=40, num_blocks=60)
     state, row, _ = submit(state, 0, 38, max_tokens=20)
@@ -359,6 +369,8 @@ def test_rebasing_changes_nothing_but_the_clock():
     here = urgency.deadline(state, jnp.float32(1001.0))
     there = urgency.deadline(moved, jnp.float32(1.0))
     assert float(here[0]) == float(there[0]) == -3.0
+    state, _ = run_step(state, now=1002.0)
+    assert float(scheduler.rebase(state, 1000.0).pace.last_time) == 2.0
 
 
 @pytest.mark.parametrize("changes, match", [
