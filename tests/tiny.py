@@ -44,5 +44,4 @@ def llm(dtype: str = "float32", seed: int = 0, **options) -> LLM:
     # Larger weights than training starts from, so that the logits differ clearly.
     params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim == 2 else leaf, params)
     form = serving_form(config(), params, dtype)
-    options = dict(kv_cache_memory_bytes=1 << 20, max_num_rows=16) | options
     return LLM(form, tokenizer(), config=config(), seed=seed, **options)

@@ -35,7 +35,7 @@ from helios_jax.engine.requests import (
     check_sampling,
     start_rows,
 )
-from helios_jax.engine.row_progress import RowProgress, logprobs_at, power_of_two
+from helios_jax.engine.row_progress import RowProgress, logprobs_at
 from helios_jax.engine.state import (
     EngineState,
     RowOutputs,
@@ -46,7 +46,7 @@ from helios_jax.engine.state import (
     widen_sampling,
 )
 from helios_jax.engine.step import plan_sizes, plan_step
-from helios_jax.engine.variants import LiveRow, StepVariants, bucket, choose_variants
+from helios_jax.engine.variants import LiveRow, StepVariants, choose_variants, size_bucket
 from helios_jax.generation import FINISH_REASONS, RUNNING
 from helios_jax.outputs import RequestOutput, StreamOutput
 from helios_jax.sampling import (
@@ -64,8 +64,8 @@ _logger = logging.getLogger("helios_jax.engine")
 
 # Room for a few stop ids in every program, so that one more of them compiles nothing.
 _COMMON_SHAPES = SamplingShapes(num_stop_ids=4)
-# Arrivals of one admission; more take several.
-_ARRIVALS = (1, 8)
+# Arrivals of one admission where it is more than one; more take several.
+_ARRIVALS = 8
 _ABORTS = 8
 _MIN_PROMPT_WIDTH = 64
 # Rounds of a step while somebody streams.
@@ -146,7 +146,6 @@ class Engine:
             self.config, form.model.config, cache_dtype=form.cache_dtype
         )
         self.max_model_len = self.scheduler_config.max_model_len
-        self._programs = Programs()
         self._shapes = _COMMON_SHAPES | sampling_shapes(
             [SamplingParams()], eos_token_ids=model_config.eos_token_ids
         )
@@ -268,6 +267,11 @@ class Engine:
         with self._inbox:
             return bool(self._requests or self._called_off or self._in_flight)
 
+    @property
+    def num_programs(self) -> int:
+        """Programs asked for so far; constant once the engine is warm."""
+        return self._programs.num_programs
+
     # Steps
 
     def step(self) -> list[RequestUpdate]:
@@ -309,6 +313,8 @@ class Engine:
             self._shapes = shapes
         self._admit(arrived, called_off)
         if not self._live:
+            if called_off:
+                self._in_flight.append(_InFlight(self._end(None, None, None), 0))
             return False
         is_streamed = any(live.request.is_streamed for live in self._live.values())
         rounds = min(STREAMED_ROUNDS if is_streamed else self.config.max_rounds,
@@ -337,8 +343,11 @@ class Engine:
             variants.chunk, variants.rounds if variants.decodes else None
         )
         sizes = (clock, jnp.int32(chunk_tokens), jnp.int32(num_rows))
-        programs.request("plan", shapes, (self._state, *sizes), **policy)
-        programs.request("end", shapes, (self._state,), config=config)
+        # Neither looks at sampling parameters, whose shapes change with the requests.
+        sampling = self._state.sampling
+        bare = _with_sampling(self._state, None)
+        programs.request("plan", None, (bare, *sizes), **policy)
+        programs.request("end", None, (bare,), config=config)
         rest = (self._plan_shape, clock)
         if variants.chunk is not None:
             key = (shapes, variants.chunk)
@@ -352,7 +361,8 @@ class Engine:
             **model,
         )  # fmt: skip
 
-        state, plan = programs.run("plan", shapes, (self._state, *sizes), **policy)
+        state, plan = programs.run("plan", None, (bare, *sizes), **policy)
+        state = _with_sampling(state, sampling)
         chunk = prompt_logprobs = rounds = None
         if variants.chunk is not None:
             state, chunk, prompt_logprobs = programs.run(
@@ -365,7 +375,13 @@ class Engine:
                 (params, state, plan, clock, jnp.int32(max_rounds)),
                 variant=variants.rounds, **model,
             )  # fmt: skip
-        self._state, summary = programs.run("end", shapes, (state,), config=config)
+        self._state = state
+        return self._end(chunk, rounds, prompt_logprobs)
+
+    def _end(self, chunk, rounds, prompt_logprobs) -> StepOutputs:
+        sampling, state = self._state.sampling, _with_sampling(self._state, None)
+        state, summary = self._programs.run("end", None, (state,), config=self.step_config)
+        self._state = _with_sampling(state, sampling)
         return StepOutputs(jnp.zeros(0, jnp.int32), chunk, rounds, prompt_logprobs, summary)
 
     def _admit(self, arrived: Sequence[EngineRequest], called_off: Sequence[int]) -> None:
@@ -376,7 +392,7 @@ class Engine:
         while rows or called_off:
             aborted, called_off = called_off[:_ABORTS], called_off[_ABORTS:]
             # Arrivals may need the rows of those called off.
-            number = bucket(0 if called_off else len(rows), _ARRIVALS)
+            number = 1 if called_off or len(rows) <= 1 else _ARRIVALS
             taken, rows = ([], rows) if called_off else (rows[:number], rows[number:])
             arrivals = self._arrivals(taken, aborted, number)
             self._state, answer_N = self._programs.run(
@@ -397,7 +413,7 @@ class Engine:
 
     def _arrivals(self, taken, aborted: Sequence[int], number: int):
         longest = max((len(request.prompt_token_ids) for request, _ in taken), default=1)
-        width = min(max(_MIN_PROMPT_WIDTH, power_of_two(longest)), self.max_model_len)
+        width = size_bucket(longest, _MIN_PROMPT_WIDTH, 8, self.max_model_len)
         params = [request.rows[index].row.params for request, index in taken]
         params += [SamplingParams(temperature=0.0, seed=0)] * (number - len(taken))
         sampling = stack_sampling(
@@ -522,6 +538,7 @@ class Engine:
 
     def _start_over(self) -> None:
         """An empty device state, and nothing in flight."""
+        self._programs = Programs()
         self._wanted_shapes = self._shapes
         self._state = init_state(
             self.form.model.config, self.scheduler_config, self.step_config,
@@ -788,6 +805,10 @@ class Engine:
                 name: int(getattr(summary, name))
                 for name in ("num_waiting", "num_running", "num_used_blocks")
             }
+
+
+def _with_sampling(state: EngineState, sampling: Any) -> EngineState:
+    return dataclasses.replace(state, sampling=sampling)
 
 
 def _deliver(request: EngineRequest, update: RequestUpdate) -> RequestUpdate:

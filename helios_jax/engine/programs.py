@@ -74,7 +74,8 @@ def _request(name: str, arguments: tuple, static: dict[str, Hashable]) -> Future
     where = tuple((s.shape, s.dtype, s.sharding) for s in shapes)
     full_key = (name, tuple(sorted(static.items(), key=lambda item: item[0])), structure, where)
     with _lock:
-        if full_key not in _compiled:
+        known = _compiled.get(full_key)
+        if known is None or (known.done() and known.exception() is not None):
             stage = _stage(name, jax.default_backend())
             job = partial(_compile, stage, jax.tree.unflatten(structure, shapes), static)
             context = contextvars.copy_context()

@@ -326,10 +326,14 @@ def run_chunk(
         history = _history(served, work, rows_B, sampling_B)
         num_output_B = get_any(scheduler.num_output_R, rows_B)
         drawn_B = sample_tokens(logits_BV, sampling_B, history, num_output_B)
-        drawn_B1 = jnp.where(through_B, drawn_B, -1)[:, None]
+        # Of each token, since 8-bit formats do not keep a NaN for the next token to see.
+        is_bad_C = tokens.is_token_T & ~jnp.isfinite(jnp.sum(hidden_CD, -1, dtype=jnp.float32))
+        is_bad_B = jnp.zeros(B, bool).at[index_C].max(is_bad_C)
+        draws_B = fits_B & (through_B | is_bad_B)
+        drawn_B1 = jnp.where(draws_B & ~is_bad_B, drawn_B, -1)[:, None]
         work, emitted_B1, _ = _emit(
             dataclasses.replace(work, pools=pools), sampling_B, rows_B, drawn_B1,
-            through_B.astype(jnp.int32), counts_B, now,
+            draws_B.astype(jnp.int32), counts_B, now,
         )  # fmt: skip
         logprobs = prompt = None
         if variant.num_logprobs is not None:

@@ -5,7 +5,7 @@ for which the variant has no room waits for the next step (`engine.step`).
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,7 +77,7 @@ def choose_variants(
     num_rows = min(len(rows), config.max_num_seqs)
     rounds = Variant(
         num_rows=power_of_two(num_rows),
-        context_tokens=_size(max(ends), MIN_CONTEXT_TOKENS, 2, config.max_model_len),
+        context_tokens=size_bucket(max(ends), MIN_CONTEXT_TOKENS, 2, config.max_model_len),
         has_narrow=any(row.num_prompt <= config.kv_watermark for row in rows),
         has_wide=any(end > config.kv_watermark for end in ends),
         num_logprobs=logprobs_bucket(row.logprobs for row in rows),
@@ -90,26 +90,17 @@ def choose_variants(
         pending += len(started)
         chunk = dataclasses.replace(
             rounds,
-            num_rows=_size(num_rows, 1, 8, power_of_two(config.max_num_seqs)),
-            chunk_tokens=_size(pending, MIN_CHUNK_TOKENS, 4, config.max_num_batched_tokens),
+            num_rows=size_bucket(num_rows, 1, 8, power_of_two(config.max_num_seqs)),
+            chunk_tokens=size_bucket(pending, MIN_CHUNK_TOKENS, 4, config.max_num_batched_tokens),
             num_prompt_logprobs=logprobs_bucket(row.prompt_logprobs for row in new),
         )
     decodes = bool(started) or num_in_flight > 0 or chunk is None
     return StepVariants(chunk, rounds, decodes)
 
 
-def _size(number: int, smallest: int, factor: int, largest: int) -> int:
+def size_bucket(number: int, smallest: int, factor: int, largest: int) -> int:
     """The lowest of smallest * factor^n that is not below `number`, but `largest` at most."""
     size = smallest
     while size < number:
         size *= factor
     return min(size, largest)
-
-
-def bucket(number: int, sizes: Iterable[int]) -> int:
-    """The lowest of `sizes` (ascending) that is not below `number`, or the highest."""
-    size = 0
-    for size in sizes:
-        if size >= number:
-            break
-    return size

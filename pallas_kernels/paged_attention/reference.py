@@ -123,6 +123,7 @@ def _softmax(q_QNH, keys_KSH, values_KSH, visible_QS, problem: Problem):
         "kqs,ksh->kqh", weights.astype(dtype), values_KSH.astype(dtype),
         precision=precision, preferred_element_type=jnp.float32,
     )  # fmt: skip
-    out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1), 0)
+    # A NaN stays one: whoever draws from it must notice.
+    out = jnp.where(total == 0, 0, out / jnp.where(total == 0, 1, total))
     out = jnp.moveaxis(out.reshape(K, Q, G, H), 0, 1)
     return out.reshape(q_QNH.shape).astype(q_QNH.dtype)

@@ -370,7 +370,7 @@ def _join_kernel(
     start = plt.load(query_start_ref.at[b], mask=b < num_rows, other=0)
     end = start + plt.load(query_len_ref.at[b], mask=b < num_rows, other=0)
     covered = jnp.sum(((t >= start) & (t < end)).astype(jnp.int32)) > 0
-    out = jnp.where(covered & (total > 0), acc / jnp.where(total > 0, total, 1.0), 0)
+    out = jnp.where(covered & (total != 0), acc / jnp.where(total != 0, total, 1.0), 0)
     plt.store(out_ref.at[t, n, d], out.astype(out_ref.dtype), mask=inside)
 
 

@@ -1,0 +1,325 @@
+"""Do requests that come and go together get what each would get alone?"""
+
+import asyncio
+import dataclasses
+import threading
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+from helios_jax.cache.paged import block_bytes
+from helios_jax.engine import EngineError, EngineFull, RequestUpdate
+from helios_jax.sampling import SamplingParams
+from helios_jax.scheduler import check_invariants
+from tests.engine.conftest import expected, make_engine, model, shrink_pool
+from tests.equality import EqualityRule
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def drain(engine) -> list[RequestUpdate]:
+    updates = []
+    for _ in range(400):
+        if not engine.has_work:
+            return updates
+        updates += engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens_of(updates: list[RequestUpdate]) -> dict[tuple[int, int], list[int]]:
+    """What a client puts together from updates, per request and output."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for update in updates:
+        found.setdefault((update.request_id, update.index), []).extend(update.stream.token_ids)
+    return found
+
+
+def prompts(seed: int, count: int, longest: int = 110) -> list[list[int]]:
+    """Random prompts, of which every third begins like the one before."""
+    rng = np.random.default_rng(seed)
+    drawn: list[list[int]] = []
+    for i in range(count):
+        prompt = rng.integers(0, 256, rng.integers(1, longest)).tolist()
+        if i % 3 == 2:
+            prompt = (drawn[-1][:40] + prompt)[:longest]
+        drawn.append(prompt)
+    return drawn
+
+
+def assert_empty(engine) -> None:
+    """No request, no block in use, and tables that agree with the pool."""
+    assert not engine.has_work
+    assert engine.metrics()["num_running"] == engine.metrics()["num_waiting"] == 0
+    scheduler = engine._state.scheduler
+    assert int(scheduler.pool.num_blocks - scheduler.pool.num_free) == 0
+    assert bool(check_invariants(scheduler))
+
+
+@pytest.mark.parametrize("kv_blocks", [None, 50])
+def test_requests_get_what_they_would_get_alone(kv_blocks):
+    """Chunked prompts, shared prefixes, arrivals at any time, and a pool that preempts."""
+    form, _, _ = model()
+    engine = make_engine()
+    if kv_blocks:
+        shrink_pool(engine, kv_blocks)
+    rng = np.random.default_rng(1)
+    wanted = [
+        (prompt, dataclasses.replace(GREEDY, max_tokens=int(rng.integers(1, 60))))
+        for prompt in prompts(2, 14)
+    ]
+    waiting, numbers, updates = list(wanted), {}, []
+    while waiting or engine.has_work:
+        for _ in range(int(rng.integers(0, 4))):
+            if waiting and engine._num_rows < 8:
+                request = waiting.pop(0)
+                numbers[engine.submit(*request)] = request
+        updates += engine.step()
+    found = tokens_of(updates)
+    rule = EqualityRule(form.model, form.params)
+    for number, (prompt, params) in numbers.items():
+        rule.compare(prompt, expected(prompt, params), found[number, 0])
+    rule.check()
+    metrics = engine.metrics()
+    print(metrics)
+    assert metrics["num_prefix_hit_tokens"] > 0
+    assert (metrics["num_preemptions"] > 0) == bool(kv_blocks)
+    assert metrics["num_output_tokens"] == sum(params.max_tokens for _, params in wanted)
+    assert_empty(engine)
+
+
+def test_every_parameter_per_request_in_one_batch(engine):
+    """Also parameters for which the step's arrays grow while others run."""
+    each = [
+        GREEDY,
+        SamplingParams(temperature=1.2, seed=3, max_tokens=15, ignore_eos=True),
+        SamplingParams(temperature=0.9, top_k=5, top_p=0.8, min_p=0.02, seed=4, max_tokens=15),
+        dataclasses.replace(GREEDY, frequency_penalty=1.5, presence_penalty=0.5),
+        dataclasses.replace(GREEDY, logit_bias={65: 50.0, 66: 51.0}, max_tokens=3),
+        SamplingParams(temperature=1.0, seed=8, allowed_token_ids=[70, 71, 72], max_tokens=9),
+        dataclasses.replace(GREEDY, stop_token_ids=[200, 201, 202, 203, 204], min_tokens=4),
+    ]
+    numbers = [engine.submit([9, 8, 7, i], params) for i, params in enumerate(each)]
+    found = tokens_of(drain(engine))
+    for i, (number, params) in enumerate(zip(numbers, each, strict=True)):
+        assert found[number, 0] == expected([9, 8, 7, i], params), params
+    assert_empty(engine)
+
+
+def test_nothing_compiles_once_warm():
+    engine = make_engine()
+    work = [(prompt, GREEDY) for prompt in prompts(5, 7, 60)]
+    counts = []
+
+    def count(event: str, duration: float, **_) -> None:
+        if event.endswith("backend_compile_duration"):
+            counts.append(event)
+
+    def serve() -> list[list[int]]:
+        outputs = engine.generate(*zip(*work, strict=True))
+        return [output.outputs[0].token_ids for output in outputs]
+
+    first = serve()
+    num_programs = engine.num_programs
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        assert serve() == first
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert engine.num_programs == num_programs and counts == []
+
+
+def test_an_abort_at_any_moment_frees_everything(engine):
+    for steps in range(4):
+        keep = engine.submit([1, 2, 3], GREEDY)
+        gone = [engine.submit([4] * n, GREEDY) for n in (3, 90)]
+        updates = []
+        for _ in range(steps):
+            updates += engine.step()
+        for number in gone:
+            engine.abort(number)
+        engine.abort(gone[0])
+        later = drain(engine)
+        assert {update.request_id for update in later} <= {keep}
+        assert tokens_of(updates + later)[keep, 0] == expected([1, 2, 3], GREEDY)
+        assert_empty(engine)
+
+
+def test_a_row_that_is_not_a_number_fails_alone():
+    form, _, config = model()
+    table = form.params["params"]["embed"]["embedding"]
+    poisoned = {
+        "params": form.params["params"]
+        | {"embed": {"embedding": table.at[35].set(np.nan)}, "lm_head": {"kernel": table.T}}
+    }
+    untied = dataclasses.replace(
+        form.model, config=dataclasses.replace(config, tie_word_embeddings=False)
+    )
+    engine = make_engine(form._replace(model=untied, params=poisoned))
+    healthy = engine.submit([65, 66, 67], GREEDY)
+    failed = engine.submit([65, 35, 67], GREEDY)
+    last = {update.request_id: update for update in drain(engine)}
+    assert last[failed].stream.finish_reason == "error"
+    assert last[failed].stream.request_output.outputs[0].token_ids == []
+    assert last[healthy].stream.finish_reason == "length"
+    output = last[healthy].stream.request_output.outputs[0]
+    assert output.token_ids == expected([65, 66, 67], GREEDY)
+    assert engine.metrics()["num_failed"] == 1
+    assert_empty(engine)
+    # Its blocks were not offered to others.
+    again = engine.submit([65, 66, 67], GREEDY)
+    assert tokens_of(drain(engine))[again, 0] == output.token_ids
+
+
+def test_a_full_table_refuses_and_may_be_tried_again(engine):
+    numbers = [engine.submit([i, 1], GREEDY) for i in range(8)]
+    with pytest.raises(EngineFull, match="max_num_rows=8 .* try again"):
+        engine.submit([1], GREEDY)
+    found = tokens_of(drain(engine))
+    assert set(found) == {(number, 0) for number in numbers}
+    assert found[numbers[3], 0] == expected([3, 1], GREEDY)
+    # generate() waits outside the table instead.
+    outputs = engine.generate([[i, 2] for i in range(11)], [GREEDY] * 11)
+    assert [o.outputs[0].token_ids for o in outputs] == [
+        expected([i, 2], GREEDY) for i in range(11)
+    ]
+
+
+def test_a_failing_step_fails_requests_with_the_cause_and_the_engine_goes_on():
+    engine = make_engine()
+    form, told = engine.form, []
+    engine.submit([1, 2], GREEDY, on_update=told.append)
+    engine.form = form._replace(params={"params": {}})
+    with pytest.raises(EngineError, match="a step failed") as failure:
+        drain(engine)
+    assert failure.value.__cause__ is not None
+    assert told[-1].error is failure.value and told[-1].stream.finish_reason == "error"
+    assert not engine.has_work
+    engine.form = form
+    number = engine.submit([1, 2], GREEDY)
+    assert tokens_of(drain(engine))[number, 0] == expected([1, 2], GREEDY)
+
+
+def test_stop_strings_trim_exactly(engine):
+    plain = engine.generate([[72, 105]], [dataclasses.replace(GREEDY, max_tokens=30)])[0]
+    text = plain.outputs[0].text
+    stop = next(text[i : i + 2] for i in range(4, len(text)) if text.find(text[i : i + 2]) == i)
+    params = dataclasses.replace(GREEDY, max_tokens=30, stop=(stop,))
+    (output,) = engine.generate([[72, 105]], [params])
+    completion = output.outputs[0]
+    assert completion.finish_reason == "stop" and completion.stop_reason == stop
+    assert completion.text == text[: text.index(stop)]
+    streamed = list(engine.stream([72, 105], params))
+    assert "".join(part.text for part in streamed) == completion.text
+    assert streamed[-1].request_output.outputs[0].token_ids == completion.token_ids
+    drain(engine)
+    assert_empty(engine)
+
+
+def test_n_outputs_run_side_by_side(engine):
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
+    (output,) = engine.generate([[5, 6, 7]], [params])
+    assert [o.index for o in output.outputs] == [0, 1, 2]
+    for index in range(3):
+        assert output.outputs[index].token_ids == expected([5, 6, 7], params.output(index))
+    assert output.usage.completion_tokens == 24
+
+
+def test_logprobs_are_those_of_the_model(engine):
+    form, _, _ = model()
+    params = dataclasses.replace(GREEDY, max_tokens=6, logprobs=2, prompt_logprobs=1)
+    prompt = prompts(7, 1, 90)[0] + [1] * 40
+    others = [engine.submit([3, i], GREEDY) for i in range(2)]
+    (output,) = engine.generate([prompt], [params])
+    assert others
+    drain(engine)
+    ids = output.outputs[0].token_ids
+    logits = np.asarray(form.model.apply(form.params, np.array([prompt + ids]))[0], np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for j, token in enumerate(ids):
+        at = output.outputs[0].logprobs[j]
+        row = logprobs[len(prompt) + j - 1]
+        assert at[token].logprob == pytest.approx(row[token], abs=1e-4)
+        assert len(at) == 2 and max(at, key=lambda t: at[t].logprob) == int(row.argmax())
+    assert output.prompt_logprobs[0] is None
+    for j in range(1, len(prompt)):
+        found = output.prompt_logprobs[j][prompt[j]].logprob
+        assert found == pytest.approx(logprobs[j - 1][prompt[j]], abs=1e-4)
+
+
+def test_threads_and_event_loops_share_the_engine(engine):
+    results: dict[int, list[int]] = {}
+
+    def client(i: int) -> None:
+        parts = engine.stream([i, i, i], dataclasses.replace(GREEDY, max_tokens=12))
+        results[i] = [token for part in parts for token in part.token_ids]
+
+    async def both():
+        stream = engine.async_stream([50], dataclasses.replace(GREEDY, max_tokens=9))
+        parts = [part async for part in stream]
+        output = await engine.async_generate([51], GREEDY)
+        return [token for part in parts for token in part.token_ids], output
+
+    engine.start()
+    try:
+        clients = [threading.Thread(target=client, args=(i,)) for i in range(3)]
+        for thread in clients:
+            thread.start()
+        streamed, output = asyncio.run(both())
+        for thread in clients:
+            thread.join(60)
+    finally:
+        engine.stop()
+    params = dataclasses.replace(GREEDY, max_tokens=12)
+    assert results == {i: expected([i, i, i], params) for i in range(3)}
+    assert streamed == expected([50], dataclasses.replace(GREEDY, max_tokens=9))
+    assert output.outputs[0].token_ids == expected([51], GREEDY)
+    drain(engine)
+    assert_empty(engine)
+
+
+def test_an_unread_stream_that_is_closed_ends_its_request(engine):
+    stream = engine.stream([1, 2, 3], GREEDY)
+    next(stream)
+    stream.close()
+    drain(engine)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda e: e.submit([]), "prompt is empty"),
+        (lambda e: e.submit([999]), "token id 999: must be in 0..257"),
+        (lambda e: e.submit([1] * 192), "max_model_len=192 must leave room"),
+        (lambda e: e.submit([1], ttft_target_seconds=0), "ttft_target_seconds=0: must be above 0"),
+        (lambda e: e.submit([1], SamplingParams(n=9, temperature=1)), "n=9: more outputs than"),
+        (lambda e: e.stream([1], SamplingParams(n=2, temperature=1)), "n=2: a stream has one"),
+        (lambda e: make_engine(kv_cache_dtype="fp4"), "kv_cache_dtype='fp4': must be one of"),
+        (lambda e: make_engine(kv_cache_memory_bytes=2000), "lower max_model_len, raise kv_cache"),
+        (lambda e: make_engine(max_model_len=4096), "max_model_len=4096: must be in 2..512"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused_with_a_remedy(engine, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(engine)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    "kv_cache_dtype",
+    ["fp8_e4m3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "bfloat16"))],
+)
+def test_eight_bit_rows_cross_the_watermark_within_one_byte_budget(kv_cache_dtype):
+    engine = make_engine(kv_cache_dtype=kv_cache_dtype, kv_watermark=40)
+    work = [([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=60)), ([4] * 50, GREEDY)]
+    outputs = engine.generate(*zip(*work, strict=True))
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [60, 20]
+    assert engine.metrics()["num_migrations"] == (kv_cache_dtype != "bfloat16")
+    pools = engine._state.pools
+    assert pools.k.dtype == np.uint16
+    num_bytes = pools.k.nbytes + pools.v.nbytes
+    assert num_bytes == engine.step_config.num_blocks * block_bytes(model()[2]) <= 2**20
+    drain(engine)
+    assert_empty(engine)
