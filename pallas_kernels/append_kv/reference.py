@@ -1,4 +1,4 @@
-"""append_kv in plain jnp: a scatter, in place where the pool is donated or carried."""
+"""append_kv in plain jnp: a scatter, in place where the pools are donated or carried."""
 
 import jax.numpy as jnp
 
@@ -10,7 +10,8 @@ def append(k_pool, v_pool, k_TKH, v_TKH, slot_T, k_scale_K, v_scale_K, block_off
            problem: Problem):  # fmt: skip
     """See `api.append_kv`. Returns the two pools."""
     if problem.num_tokens == 1:
-        # One index: XLA:CPU makes it an update slice that it does not do in place in every program.
+        # XLA:CPU turns a scatter of one window into a slice update, and copies the pools for it in
+        # a loop that also reads them. So there are two, the second without a slot.
         slot_T = jnp.concatenate([slot_T, jnp.full_like(slot_T, -1)])
         k_TKH, v_TKH = jnp.repeat(k_TKH, 2, axis=0), jnp.repeat(v_TKH, 2, axis=0)
     tokens = problem.format.tokens_per_block
@@ -23,7 +24,7 @@ def append(k_pool, v_pool, k_TKH, v_TKH, slot_T, k_scale_K, v_scale_K, block_off
         if scale_K is not None:
             values = values / scale_K.astype(jnp.float32)[:, None]
         words_TKW = to_words(values, problem.kv_dtype)
-        # A window per token: XLA:CPU takes a turn of a loop for each index of a scatter.
+        # One window [K, W] a token: XLA:CPU takes a turn of a loop for each window of a scatter.
         blocks = pool.reshape(*pool.shape[:2], tokens, -1)
         return blocks.at[block_T, :, place_T].set(words_TKW, mode="drop").reshape(pool.shape)
 

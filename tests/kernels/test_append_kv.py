@@ -1,12 +1,11 @@
 """Does append_kv write the right bits to the right words, and nothing else, on every backend?"""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import lax
 
 from pallas_kernels.append_kv import append_kv, shapes
 from pallas_kernels.append_kv.shapes import Case
@@ -32,6 +31,20 @@ def encoded(values, kv_dtype):
     return low | high << 8
 
 
+def appended(pool, values_TKH, slots, kv_dtype, block_offset=0):
+    """`pool` with unscaled values written at `slots`, token by token."""
+    pool = pool.copy()
+    tokens = format_of(kv_dtype).tokens_per_block
+    words = format_of(kv_dtype).words_per_token(values_TKH.shape[-1])
+    for values_KH, slot in zip(values_TKH, slots, strict=True):
+        if slot >= 0:
+            start = slot % tokens * words
+            pool[block_offset + slot // tokens, :, start : start + words] = encoded(
+                values_KH, kv_dtype
+            )
+    return pool
+
+
 _jitted = jax.jit(append_kv, static_argnames=("kv_dtype", "backend"))
 
 
@@ -46,29 +59,35 @@ def test_edges(case, scaled, backend):
     """The pool after the call equals one that numpy wrote, canaries and all."""
     rng = np.random.default_rng(0)
     fmt = format_of(case.kv_dtype)
-    words = fmt.words_per_token(case.H)
     pools = rng.integers(0, 2**16, (2, *pool_shape(case.num_blocks, case.K, case.H)))
     pools = pools.astype(np.uint16)
     slots = rng.permutation(case.num_blocks * fmt.tokens_per_block)[: case.T].astype(np.int32)
     slots = np.concatenate([slots, np.full(max(0, case.T - len(slots)), -1, np.int32)])
-    slots[case.T // 2 :: 4] = -1
+    slots[1::4] = -1
     values = (rng.normal(size=(2, case.T, case.K, case.H)) * 300).astype(jnp.dtype(case.dtype))
     scales = 2.0 ** rng.integers(-3, 4, (2, case.K)).astype(np.float32)
-    want = pools.copy()
-    for pool, value, scale in zip(want, values, scales, strict=True):
-        value = value.astype(np.float32) / (scale[None, :, None] if scaled else 1)
-        for t, slot in enumerate(slots):
-            if slot >= 0:
-                place = slot % fmt.tokens_per_block * words
-                pool[slot // fmt.tokens_per_block, :, place : place + words] = encoded(
-                    value[t], case.kv_dtype
-                )
     options: dict = dict(kv_dtype=case.kv_dtype)
     if scaled:
         options |= dict(k_scale_K=scales[0], v_scale_K=scales[1])
     got = run((*pools, *values, slots), backend, **options)
-    np.testing.assert_array_equal(got[0], want[0])
-    np.testing.assert_array_equal(got[1], want[1])
+    for actual, pool, value, scale in zip(got, pools, values, scales, strict=True):
+        value = value.astype(np.float32) / (scale[None, :, None] if scaled else 1)
+        np.testing.assert_array_equal(actual, appended(pool, value, slots, case.kv_dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("slots", [(5,), (-1,), (-1, -1), (-1, 20, -1, 0, 31)], ids=str)
+def test_no_slot_writes_nothing(slots, backend):
+    """In any layer: -1 plus an offset would be the last block of the layer before."""
+    rng = np.random.default_rng(0)
+    P = 2
+    pools = rng.integers(0, 2**16, (2, *pool_shape(3 * P, 2, 64))).astype(np.uint16)
+    values = rng.normal(size=(2, len(slots), 2, 64)).astype(np.float32)
+    positional = (*pools, *values, np.array(slots, np.int32))
+    for offset in (0, P, 2 * P):
+        got = run(positional, backend, kv_dtype="fp8_e4m3", block_offset=offset)
+        for actual, pool, value in zip(got, pools, values, strict=True):
+            np.testing.assert_array_equal(actual, appended(pool, value, slots, "fp8_e4m3", offset))
 
 
 def _interesting(kv_dtype):
@@ -143,13 +162,30 @@ def test_words_round_trip(kv_dtype):
     np.testing.assert_array_equal(np.asarray(from_words(words, kv_dtype), np.float32), values)
 
 
-def test_pools_are_updated_in_place():
+def _write(k_pool, v_pool, values_TKH, slot_T, block_offset=0):
+    return append_kv(
+        k_pool, v_pool, values_TKH, values_TKH, slot_T, kv_dtype="fp8_e4m3",
+        block_offset=block_offset,
+    )  # fmt: skip
+
+
+def _write_and_read_layers(k_pool, v_pool, values_TKH, slot_T):
+    def layer(pools, offset):
+        pools = _write(*pools, values_TKH, slot_T, offset)
+        return pools, [jnp.sum(pool[offset + slot_T // 16]) for pool in pools]
+
+    return lax.scan(layer, (k_pool, v_pool), jnp.arange(4) * 1024)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8])
+@pytest.mark.parametrize("program", [_write, _write_and_read_layers])
+def test_pools_are_updated_in_place(program, num_tokens):
     """A donated pool is the one returned: no pool-sized temporary in the compiled program."""
     pool = jax.ShapeDtypeStruct(pool_shape(4096, 2, 64), jnp.uint16)
-    values = jax.ShapeDtypeStruct((8, 2, 64), jnp.bfloat16)
-    slots = jax.ShapeDtypeStruct((8,), jnp.int32)
-    call = jax.jit(functools.partial(append_kv, kv_dtype="fp8_e4m3"), donate_argnums=(0, 1))
-    memory = call.lower(pool, pool, values, values, slots).compile().memory_analysis()
+    values = jax.ShapeDtypeStruct((num_tokens, 2, 64), jnp.bfloat16)
+    slots = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    call = jax.jit(program, donate_argnums=(0, 1))
+    memory = call.lower(pool, pool, values, slots).compile().memory_analysis()
     pool_bytes = 4096 * 2 * 8 * 64 * 2
     assert memory.alias_size_in_bytes == 2 * pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes // 16
