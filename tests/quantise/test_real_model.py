@@ -14,7 +14,9 @@ from tests.quantise.interruption import kill_and_resume
 def text_file(tmp_path_factory):
     """Text that every machine has: the sources and docstrings of a few modules."""
     text = "\n\n".join(inspect.getsource(module) for module in (argparse, inspect))
-    text += "\n\n".join(inspect.getdoc(vars(np)[name]) or "" for name in sorted(np.__all__)[:200])
+    text += "\n\n".join(
+        inspect.getdoc(getattr(np, name)) or "" for name in sorted(np.__all__)[:200]
+    )
     path = tmp_path_factory.mktemp("text") / "python.txt"
     path.write_text(text)
     return path
