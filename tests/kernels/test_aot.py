@@ -53,6 +53,13 @@ def test_main_loop_is_read():
     assert loop == ptx.Loop(alu=3, matrix=1, asynchronous=True, load_bytes={0: 16, 1: 8})
 
 
+def test_an_empty_file_has_no_kernels(tmp_path):
+    """jax 0.10.2 dumps one for a module that holds constants only."""
+    path = tmp_path / "module.ptx"
+    path.write_text("")
+    assert ptx.kernels(path, "no assembler is asked") == []
+
+
 def good_facts():
     return dict(
         config=None,
