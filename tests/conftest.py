@@ -1,5 +1,8 @@
-"""What do all tests share: which ones run here, and the real model."""
+"""What do all tests share: which ones run here, the real model, and a process that lasts."""
 
+import gc
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if jax.default_backend() != "gpu":
             pytest.skip("needs an NVIDIA GPU, and jax finds none")
+
+
+# Linux gives a process 65,530 memory maps, a compiled program takes several, and XLA crashes when
+# they run out, which all tests together would bring about.
+MAX_MEMORY_MAPS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Frees compiled programs between files once there are many."""
+    yield
+    maps = Path("/proc/self/maps")
+    jax, programs = (sys.modules.get(name) for name in ("jax", "helios_jax.engine.programs"))
+    if jax and maps.exists() and maps.read_bytes().count(b"\n") > MAX_MEMORY_MAPS:
+        if programs:
+            programs.forget()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

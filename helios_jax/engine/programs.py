@@ -68,6 +68,12 @@ class Programs:
         return self._futures[name, key].result()(*arguments)
 
 
+def forget() -> None:
+    """Frees the programs that no engine holds."""
+    with _lock:
+        _compiled.clear()
+
+
 def _request(name: str, arguments: tuple, static: dict[str, Hashable]) -> Future:
     leaves, structure = jax.tree.flatten(arguments)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for x in leaves]
