@@ -307,10 +307,8 @@ def test_what_breaks_a_rule_is_refused_with_a_remedy(engine, call, message):
     assert not engine.has_work
 
 
-@pytest.mark.parametrize(
-    "kv_cache_dtype",
-    ["fp8_e4m3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "bfloat16"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8", "bfloat16"])
 def test_eight_bit_rows_cross_the_watermark_within_one_byte_budget(kv_cache_dtype):
     engine = make_engine(kv_cache_dtype=kv_cache_dtype, kv_watermark=40)
     work = [([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=60)), ([4] * 50, GREEDY)]

@@ -34,6 +34,7 @@ def specs(config, mesh, rules=None) -> dict[str, PartitionSpec]:
     }
 
 
+@pytest.mark.slow
 def test_eight_devices():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
