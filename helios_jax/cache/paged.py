@@ -109,20 +109,16 @@ class PagedCache:
         def flat(array_BTXH: Array) -> Array:
             return array_BTXH.reshape(-1, *array_BTXH.shape[2:])
 
-        key, value = flat(key_BTKH), flat(value_BTKH)
-        offset = layer * self.num_blocks
-        pools, output = self.pools, None
-        for rows in self.rows:
-            k_scale, v_scale = (None, None) if rows.scales is None else (
-                rows.scales.k_LK[layer], rows.scales.v_LK[layer]
-            )  # fmt: skip
-            common: dict[str, Any] = dict(
-                kv_dtype=rows.kv_dtype, k_scale_K=k_scale, v_scale_K=v_scale,
-                block_offset=offset, backend=self.backend,
-            )  # fmt: skip
+        query, key, value = flat(query_BTNH), flat(key_BTKH), flat(value_BTKH)
+        options = [self._options(rows, layer) for rows in self.rows]
+        # All writes before all reads: a read between two writes makes XLA copy the pools.
+        pools = self.pools
+        for rows, common in zip(self.rows, options, strict=True):
             pools = KVPools(*append_kv(*pools, key, value, rows.slot_T, **common))
+        output = None
+        for rows, common in zip(self.rows, options, strict=True):
             attended = paged_attention(
-                _operand(flat(query_BTNH), rows.kv_dtype), *pools,
+                _operand(query, rows.kv_dtype), *pools,
                 rows.block_table_BM, rows.context_len_B, rows.query_start_B, rows.query_len_B,
                 max_query_len=self.max_query_len, sliding_window=sliding_window, **common,
             ).astype(query_BTNH.dtype)  # fmt: skip
@@ -130,6 +126,17 @@ class PagedCache:
             output = attended if output is None else output + attended
         assert output is not None, "a pass needs rows"
         return output.reshape(query_BTNH.shape), dataclasses.replace(self, pools=pools)
+
+    def _options(self, rows: RowBlocks, layer: int) -> dict[str, Any]:
+        """What `append_kv` and `paged_attention` are both told."""
+        scales = rows.scales
+        return dict(
+            kv_dtype=rows.kv_dtype,
+            k_scale_K=None if scales is None else scales.k_LK[layer],
+            v_scale_K=None if scales is None else scales.v_LK[layer],
+            block_offset=layer * self.num_blocks,
+            backend=self.backend,
+        )
 
 
 def _operand(query: Array, kv_dtype: str) -> Array:

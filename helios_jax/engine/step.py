@@ -354,7 +354,9 @@ def run_chunk(
         return work, jnp.full((B, 1), -1, jnp.int32), logprobs, prompt
 
     num_tokens = ends_B[-1]
-    work, emitted_B1, logprobs, prompt = lax.cond(num_tokens > 0, run, skip, work)
+    # A loop of no turn or one: under `cond` XLA copies the pools.
+    turns = (num_tokens > 0).astype(jnp.int32)
+    work, emitted_B1, logprobs, prompt = lax.fori_loop(0, turns, lambda _, x: run(x[0]), skip(work))
     outputs = _outputs(work, rows_B, emitted_B1, logprobs)
     telemetry = dataclasses.replace(
         state.telemetry,

@@ -1,9 +1,15 @@
 """append_kv in plain jnp: a scatter, in place where the pools are donated or carried."""
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.append_kv.problem import Problem
 from pallas_kernels.kv_format import to_words
+
+# Of a pool [P, K, 8 * H] at (block, word).
+_WINDOWS = lax.ScatterDimensionNumbers(
+    update_window_dims=(1, 2), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
+)
 
 
 def append(k_pool, v_pool, k_TKH, v_TKH, slot_T, k_scale_K, v_scale_K, block_offset,
@@ -24,8 +30,9 @@ def append(k_pool, v_pool, k_TKH, v_TKH, slot_T, k_scale_K, v_scale_K, block_off
         if scale_K is not None:
             values = values / scale_K.astype(jnp.float32)[:, None]
         words_TKW = to_words(values, problem.kv_dtype)
-        # One window [K, W] a token: XLA:CPU takes a turn of a loop for each window of a scatter.
-        blocks = pool.reshape(*pool.shape[:2], tokens, -1)
-        return blocks.at[block_T, :, place_T].set(words_TKW, mode="drop").reshape(pool.shape)
+        # One window [K, W] a token: XLA:CPU takes a turn of a loop for each window of a scatter. In
+        # the pool's own shape: XLA copies the pool to see it in another.
+        start_T2 = jnp.stack([block_T, place_T * words_TKW.shape[-1]], axis=1)
+        return lax.scatter(pool, start_T2, words_TKW, _WINDOWS, mode="drop")
 
     return write(k_pool, k_TKH, k_scale_K), write(v_pool, v_TKH, v_scale_K)

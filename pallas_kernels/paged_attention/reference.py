@@ -50,36 +50,29 @@ def attention(
             visible &= (new < 0)[None] | ancestors
         return keys, values, visible
 
+    def write(out, outputs, tokens):
+        return out.at[tokens].set(outputs, mode="drop")
+
     B = problem.num_rows
+    out = jnp.zeros_like(q_TNH)
     if problem.max_query_len <= FEW_QUERIES:
         outputs, tokens = jax.vmap(
             lambda *row: attend(0, problem.max_query_len, *row),
             in_axes=(0, 0, 0, 0, None if tree_mask_BJJ is None else 0),
         )(query_start_B, query_len_B, context_len_B, block_table_BM, tree_mask_BJJ)
-    else:
-        tiles_B = -(-query_len_B // QUERY_TILE)
-        end_B = jnp.cumsum(tiles_B)
-        most = problem.num_tokens // QUERY_TILE + B
+        return write(out, outputs.reshape(-1, *q_TNH.shape[1:]), tokens.reshape(-1))
+    tiles_B = -(-query_len_B // QUERY_TILE)
+    end_B = jnp.cumsum(tiles_B)
 
-        def tile(t):
-            b = jnp.minimum(jnp.searchsorted(end_B, t, side="right"), B - 1)
-            first = (t - (end_B[b] - tiles_B[b])) * QUERY_TILE
-            tree = None if tree_mask_BJJ is None else tree_mask_BJJ[b]
-            row = (query_start_B[b], query_len_B[b], context_len_B[b], block_table_BM[b], tree)
-            return lax.cond(
-                t < end_B[-1],
-                lambda: attend(first, QUERY_TILE, *row),
-                lambda: (
-                    jnp.zeros((QUERY_TILE, *q_TNH.shape[1:]), q_TNH.dtype),
-                    jnp.full(QUERY_TILE, problem.num_tokens, jnp.int32),
-                ),
-            )
+    # As many turns as there are tiles; a `cond` for those that are not would have the pools copied.
+    def tile(t, out):
+        b = jnp.searchsorted(end_B, t, side="right")
+        first = (t - (end_B[b] - tiles_B[b])) * QUERY_TILE
+        tree = None if tree_mask_BJJ is None else tree_mask_BJJ[b]
+        row = (query_start_B[b], query_len_B[b], context_len_B[b], block_table_BM[b], tree)
+        return write(out, *attend(first, QUERY_TILE, *row))
 
-        outputs, tokens = lax.map(tile, jnp.arange(most))
-    out = jnp.zeros_like(q_TNH)
-    return out.at[tokens.reshape(-1)].set(
-        outputs.reshape(-1, *q_TNH.shape[1:]), mode="drop", unique_indices=False
-    )
+    return lax.fori_loop(0, end_B[B - 1], tile, out)
 
 
 def _gather(pool, blocks_M, problem: Problem, scale_K):
