@@ -12,15 +12,15 @@ import jax
 import numpy as np
 
 from helios_jax.config import ModelConfig, require
+from helios_jax.engine.requests import Prompt, check_prompt, check_sampling, request_output
 from helios_jax.engine.row_progress import Row, RowProgress
 from helios_jax.model import Transformer
 from helios_jax.model.forms import ServingForm, serving_form
-from helios_jax.outputs import RequestOutput, StreamOutput, Timings, Usage
+from helios_jax.outputs import RequestOutput, StreamOutput
 from helios_jax.sampling import SamplingParams
 from helios_jax.static_batch import STEPS_PER_CALL, STEPS_PER_STREAMED_CALL, run_batch
 from helios_jax.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 # A batch holds at most this many padded prompt tokens, so that a prefill's activations stay small.
@@ -195,35 +195,11 @@ class LLM:
             f"sampling_params has {len(sampling)} entries for {len(prompts)} prompts: give one for "
             "all, or one per prompt",
         )
-        return [self._request(i, prompt) for i, prompt in enumerate(prompts)], [
-            self._checked(params) for params in sampling
+        requests = [
+            check_prompt(prompt, self.tokenizer, self.config, self.max_model_len, f"prompt {index}")
+            for index, prompt in enumerate(prompts)
         ]
-
-    def _request(self, index: int, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        name = f"prompt {index}"
-        require(len(ids) > 0, f"{name} is empty: must hold at least one token; pass some text")
-        vocab_size = self.config.vocab_size
-        for token in ids:
-            require(
-                0 <= token < vocab_size,
-                f"{name} contains token id {token}: must be in 0..{vocab_size - 1} (vocab_size); "
-                "was it encoded with another model's tokenizer?",
-            )
-        require(
-            len(ids) < self.max_model_len,
-            f"{name} has {len(ids)} tokens: max_model_len={self.max_model_len} must leave room "
-            f"for one more; shorten it to {self.max_model_len - 1} tokens",
-        )
-        return text, ids
-
-    def _checked(self, params: SamplingParams) -> SamplingParams:
-        if params.bad_words and params.bad_words_token_ids is None:
-            return params.tokenize_bad_words(
-                lambda text: self.tokenizer.encode(text, add_special_tokens=False)
-            )
-        return params
+        return requests, [check_sampling(params, self.tokenizer) for params in sampling]
 
     def _run(self, requests, sampling, show_progress: bool) -> list[RequestOutput]:
         started = time.perf_counter()
@@ -239,8 +215,8 @@ class LLM:
                 finished.update(((i, j), row) for (i, j, _), row in zip(batch, done, strict=True))
                 advance(len(batch))
         return [
-            _output(request, [finished[i, j] for j in range(params.n)], started)
-            for i, (request, params) in enumerate(zip(requests, sampling, strict=True))
+            request_output(text, ids, [finished[i, j] for j in range(params.n)], started)
+            for i, ((text, ids), params) in enumerate(zip(requests, sampling, strict=True))
         ]
 
     def _batches(self, rows):
@@ -268,11 +244,12 @@ class LLM:
 
     def _stream(self, request, params: SamplingParams) -> Iterator[StreamOutput]:
         started = time.perf_counter()
-        for (row,) in self._batch([Row(request[1], params)], STEPS_PER_STREAMED_CALL):
+        text, ids = request
+        for (row,) in self._batch([Row(ids, params)], STEPS_PER_STREAMED_CALL):
             if row.finish_reason is None:
                 yield StreamOutput(row.new_text, row.new_token_ids)
             else:
-                output = _output(request, [row], started)
+                output = request_output(text, ids, [row], started)
                 yield StreamOutput(row.new_text, row.new_token_ids, row.finish_reason, output)
 
 
@@ -284,26 +261,6 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(cache_dir()) / "xla"))
         # The many small programs of a load are worth keeping too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-
-
-def _output(request, rows: list[RowProgress], started: float) -> RequestOutput:
-    text, ids = request
-    outputs = [row.completion(index) for index, row in enumerate(rows)]
-    first = min(row.first_token_seconds for row in rows)
-    last = max(row.last_token_seconds for row in rows)
-    longest = max(len(output.token_ids) for output in outputs)
-    return RequestOutput(
-        prompt=text,
-        prompt_token_ids=ids,
-        prompt_logprobs=rows[0].prompt_logprobs,
-        outputs=outputs,
-        usage=Usage(len(ids), sum(len(output.token_ids) for output in outputs)),
-        timings=Timings(
-            ttft_seconds=first - started,
-            total_seconds=last - started,
-            tpot_seconds=(last - first) / (longest - 1) if longest > 1 else 0.0,
-        ),
-    )
 
 
 @contextlib.contextmanager

@@ -192,12 +192,15 @@ class Engine:
           EngineFull: no room in the request table for now.
         """
         params = check_sampling(sampling or SamplingParams(), self.tokenizer)
-        text, ids = check_prompt(
+        checked = check_prompt(
             prompt, self.tokenizer, self.model_config, self.max_model_len, "prompt"
         )
         targets = Targets(priority, deadline_seconds, ttft_target_seconds, tpot_target_seconds)
-        # Here, so that what does not fit the vocabulary is refused before it is in line.
-        needed = sampling_shapes([params.output(0)], eos_token_ids=self.model_config.eos_token_ids)
+        self._check(params)
+        return self._enqueue(*checked, params, targets, on_update, is_streamed)
+
+    def _check(self, params: SamplingParams) -> None:
+        """ValueError where parameters do not fit the vocabulary or the table."""
         stack_sampling(
             [params.output(0)],
             vocab_size=self.model_config.vocab_size,
@@ -208,6 +211,19 @@ class Engine:
             params.n <= capacity,
             f"n={params.n}: more outputs than max_num_rows={capacity}, the request table's size",
         )
+
+    def _enqueue(
+        self,
+        text: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        targets: Targets,
+        on_update: Callable[[RequestUpdate], Any] | None,
+        is_streamed: bool,
+    ) -> int:
+        """Puts a checked request in line; EngineFull if the table has no room."""
+        needed = sampling_shapes([params.output(0)], eos_token_ids=self.model_config.eos_token_ids)
+        capacity = self.scheduler_config.max_num_rows
         with self._inbox:
             if self._num_rows + params.n > capacity:
                 raise EngineFull(
@@ -292,7 +308,9 @@ class Engine:
                     news += self._read(self._in_flight.popleft())
             except Exception as cause:
                 raise self._fail(cause) from cause
-            return [_deliver(request, update) for request, update in news]
+            for request, update in news:
+                self._deliver(request, update)
+            return [update for _, update in news]
 
     def _launch(self) -> bool:
         """Admits what is in the inbox and starts a step; False if no row is in the table."""
@@ -317,8 +335,9 @@ class Engine:
                 self._in_flight.append(_InFlight(self._end(None, None, None), 0))
             return False
         is_streamed = any(live.request.is_streamed for live in self._live.values())
-        rounds = min(STREAMED_ROUNDS if is_streamed else self.config.max_rounds,
-                     self.config.max_rounds)  # fmt: skip
+        rounds = self.config.max_rounds
+        if is_streamed:
+            rounds = min(rounds, STREAMED_ROUNDS)
         variants = choose_variants(
             [live.row for live in self._live.values()],
             self.scheduler_config,
@@ -471,7 +490,8 @@ class Engine:
         news = []
         for i, row_id in enumerate(rows.request_id_B):
             live = self._live.get(int(row_id))
-            if live is None:
+            # A request that was called off since is in `_live` until the next step.
+            if live is None or live.request.request_id not in self._requests:
                 continue
             progress = live.progress
             progress.new_text, progress.new_token_ids = "", []
@@ -529,10 +549,21 @@ class Engine:
                 self.tokenizer, logprobs, 0, int(c), token, wanted
             )
 
+    def _deliver(self, request: EngineRequest, update: RequestUpdate) -> None:
+        """Tells whoever waits; one who cannot be told (a closed event loop) loses the request."""
+        if request.on_update is None:
+            return
+        try:
+            request.on_update(update)
+        except Exception:
+            _logger.exception("request %d: on_update failed, aborted", request.request_id)
+            request.on_update = None
+            self.abort(request.request_id)
+
     def _forget(self, request: EngineRequest) -> None:
-        """The request's rows in the table count as empty; call with the inbox locked."""
-        del self._requests[request.request_id]
-        self._num_rows -= len(request.rows)
+        """Its rows in the table count as empty, once; call with the inbox locked."""
+        if self._requests.pop(request.request_id, None) is not None:
+            self._num_rows -= len(request.rows)
 
     # Faults
 
@@ -572,7 +603,7 @@ class Engine:
             for index, row in enumerate(request.rows):
                 if row.finish_reason is None:
                     stream = StreamOutput("", [], "error")
-                    _deliver(request, RequestUpdate(request.request_id, index, stream, error))
+                    self._deliver(request, RequestUpdate(request.request_id, index, stream, error))
         return error
 
     # What callers want
@@ -598,30 +629,26 @@ class Engine:
           ValueError: a prompt or parameters that break a rule; nothing has been generated then.
           EngineError: a step failed.
         """
-        pairs = []
+        wanted, requests = Targets(**targets), []
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            _, ids = check_prompt(
+            text, ids = check_prompt(
                 prompt, self.tokenizer, self.model_config, self.max_model_len, f"prompt {index}"
             )
-            pairs.append((prompt, ids, check_sampling(params, self.tokenizer)))
+            params = check_sampling(params, self.tokenizer)
+            self._check(params)
+            requests.append((text, ids, params))
         updates: queue.SimpleQueue[RequestUpdate] = queue.SimpleQueue()
         outputs: dict[int, RequestOutput] = {}
         numbers: dict[int, int] = {}
-        waiting = deque(enumerate(pairs))
+        waiting = deque(enumerate(requests))
         try:
             while waiting or numbers:
                 while waiting:
-                    index, (prompt, ids, params) = waiting[0]
+                    index, (text, ids, params) = waiting[0]
                     try:
-                        number = self.submit(
-                            ids, params, on_update=updates.put, is_streamed=False, **targets
-                        )
+                        number = self._enqueue(text, ids, params, wanted, updates.put, False)
                     except EngineFull:
                         break
-                    with self._inbox:
-                        request = self._requests.get(number)
-                        if request is not None and isinstance(prompt, str):
-                            request.prompt = prompt
                     numbers[number] = index
                     waiting.popleft()
                 update = self._wait(updates)
@@ -636,7 +663,7 @@ class Engine:
         finally:
             for number in numbers:
                 self.abort(number)
-        return [outputs[index] for index in range(len(pairs))]
+        return [outputs[index] for index in range(len(requests))]
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **targets: Any
@@ -809,12 +836,6 @@ class Engine:
 
 def _with_sampling(state: EngineState, sampling: Any) -> EngineState:
     return dataclasses.replace(state, sampling=sampling)
-
-
-def _deliver(request: EngineRequest, update: RequestUpdate) -> RequestUpdate:
-    if request.on_update is not None:
-        request.on_update(update)
-    return update
 
 
 def _require_one(sampling: SamplingParams | None) -> None:

@@ -33,7 +33,7 @@ def _workers() -> ThreadPoolExecutor:
 
 
 @cache
-def _stage(name: str, platform: str) -> Any:
+def stage(name: str, platform: str) -> Any:
     """A stage under jit; on a CPU with the vector width that int8 rows want (1.4x)."""
     function, static = _STATIC[name]
     options = {"xla_cpu_prefer_vector_width": "512"} if platform == "cpu" else None
@@ -82,8 +82,12 @@ def _request(name: str, arguments: tuple, static: dict[str, Hashable]) -> Future
     with _lock:
         known = _compiled.get(full_key)
         if known is None or (known.done() and known.exception() is not None):
-            stage = _stage(name, jax.default_backend())
-            job = partial(_compile, stage, jax.tree.unflatten(structure, shapes), static)
+            job = partial(
+                _compile,
+                stage(name, jax.default_backend()),
+                jax.tree.unflatten(structure, shapes),
+                static,
+            )
             context = contextvars.copy_context()
             _compiled[full_key] = _workers().submit(context.run, job)
         return _compiled[full_key]
@@ -95,5 +99,5 @@ def _sharding(array: Any) -> Any:
     return sharding if sharding is not None and sharding.num_devices > 1 else None
 
 
-def _compile(stage: Any, arguments: tuple, static: dict[str, Any]) -> Any:
-    return stage.lower(*arguments, **static).compile()
+def _compile(jitted: Any, arguments: tuple, static: dict[str, Any]) -> Any:
+    return jitted.lower(*arguments, **static).compile()

@@ -86,24 +86,36 @@ class EngineRequest:
 
     def output(self) -> RequestOutput:
         """The outcome, once all rows have finished."""
-        outputs = [row.completion(index) for index, row in enumerate(self.rows)]
-        first = min(row.first_token_seconds for row in self.rows)
-        last = max(row.last_token_seconds for row in self.rows)
-        longest = max(len(output.token_ids) for output in outputs)
-        return RequestOutput(
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self.rows[0].prompt_logprobs,
-            outputs=outputs,
-            usage=Usage(
-                len(self.prompt_token_ids), sum(len(output.token_ids) for output in outputs)
-            ),
-            timings=Timings(
-                ttft_seconds=max(first - self.submitted_seconds, 0.0),
-                total_seconds=max(last - self.submitted_seconds, 0.0),
-                tpot_seconds=(last - first) / (longest - 1) if longest > 1 else 0.0,
-            ),
-        )
+        return request_output(self.prompt, self.prompt_token_ids, self.rows, self.submitted_seconds)
+
+
+def request_output(
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    rows: Sequence[RowProgress],
+    submitted_seconds: float,
+) -> RequestOutput:
+    """The outcome of a request whose n rows have finished.
+
+    Args:
+      submitted_seconds: on `time.perf_counter`'s clock, like the rows' times.
+    """
+    outputs = [row.completion(index) for index, row in enumerate(rows)]
+    first = min(row.first_token_seconds for row in rows)
+    last = max(row.last_token_seconds for row in rows)
+    longest = max(len(output.token_ids) for output in outputs)
+    return RequestOutput(
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        prompt_logprobs=rows[0].prompt_logprobs,
+        outputs=outputs,
+        usage=Usage(len(prompt_token_ids), sum(len(output.token_ids) for output in outputs)),
+        timings=Timings(
+            ttft_seconds=first - submitted_seconds,
+            total_seconds=last - submitted_seconds,
+            tpot_seconds=(last - first) / (longest - 1) if longest > 1 else 0.0,
+        ),
+    )
 
 
 def check_prompt(

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+from functools import partial
 
 import jax
 import jax.monitoring
@@ -10,9 +11,19 @@ import numpy as np
 import pytest
 
 from helios_jax.cache.paged import block_bytes
-from helios_jax.engine import EngineError, EngineFull, RequestUpdate
+from helios_jax.engine import (
+    EngineError,
+    EngineFull,
+    RequestUpdate,
+    Variant,
+    engine_step,
+    init_state,
+    programs,
+)
+from helios_jax.engine.requests import EngineRequest, Targets, start_rows
 from helios_jax.sampling import SamplingParams
-from helios_jax.scheduler import check_invariants
+from helios_jax.scheduler import ACCEPTED, check_invariants
+from helios_jax.scheduler.urgency import deadline
 from tests.engine.conftest import expected, make_engine, model, shrink_pool
 from tests.equality import EqualityRule
 
@@ -144,6 +155,89 @@ def test_an_abort_at_any_moment_frees_everything(engine):
         assert {update.request_id for update in later} <= {keep}
         assert tokens_of(updates + later)[keep, 0] == expected([1, 2, 3], GREEDY)
         assert_empty(engine)
+
+
+def test_an_abort_between_a_step_and_its_reading_is_no_fault(engine):
+    """The device may finish a request that was called off since: nobody hears of it."""
+    keep = engine.submit([1, 2, 3], GREEDY)
+    gone = engine.submit([4, 4], dataclasses.replace(GREEDY, max_tokens=1))
+    assert engine._launch() and engine._in_flight
+    engine.abort(gone)
+    updates = drain(engine)
+    assert {update.request_id for update in updates} == {keep}
+    assert tokens_of(updates)[keep, 0] == expected([1, 2, 3], GREEDY)
+    assert_empty(engine)
+
+
+def test_a_callback_that_fails_loses_its_own_request_only(engine):
+    def fail(update):
+        raise RuntimeError("Event loop is closed")
+
+    keep = engine.submit([1, 2, 3], GREEDY)
+    engine.submit([5, 5], GREEDY, on_update=fail)
+    assert tokens_of(drain(engine))[keep, 0] == expected([1, 2, 3], GREEDY)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    "kv_cache_dtype", ["bfloat16", pytest.param("fp8_e4m3", marks=pytest.mark.slow)]
+)
+def test_no_stage_copies_the_pools(kv_cache_dtype):
+    """Temporaries stay under 6% of a pool that is large beside the model's activations."""
+    engine = make_engine(
+        kv_cache_dtype=kv_cache_dtype, kv_watermark=40,
+        max_num_rows=512, kv_cache_memory_bytes=64 << 20,
+    )  # fmt: skip
+    state, config, zero = engine._state, engine.step_config, np.int32(0)
+    pool_bytes = state.pools.k.nbytes + state.pools.v.nbytes
+    both = config.has_two_precisions
+    passes = dict(model=engine.form.model, config=config)
+    arguments = (engine.form.params, state, engine._plan_shape, np.float32(0))
+    stages = {
+        "plan": ((state, np.float32(0), zero, zero), dict(config=config, urgency=deadline)),
+        "chunk": (arguments, passes | dict(variant=Variant(1, 192, 32, has_wide=both))),
+        "rounds": ((*arguments, zero), passes | dict(variant=Variant(1, 192, has_wide=both))),
+        "end": ((state,), dict(config=config)),
+    }
+    for name, (positional, static) in stages.items():
+        compiled = programs.stage(name, jax.default_backend()).lower(*positional, **static)
+        memory = compiled.compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= pool_bytes, name
+        assert memory.temp_size_in_bytes < 0.06 * pool_bytes, name
+
+
+def test_the_whole_step_as_one_program(engine):
+    """`engine_step` with arrivals, a chunk and rounds gives what the stages give."""
+    form, _, _ = model()
+    request = EngineRequest(
+        request_id=7, prompt=None, prompt_token_ids=[9] * 40, row_ids=[7], targets=Targets(),
+        rows=start_rows([9] * 40, GREEDY, engine.tokenizer, (), 192, np.random.default_rng(0)),
+        arrival_seconds=engine._origin, submitted_seconds=0.0, on_update=None, is_streamed=False,
+    )  # fmt: skip
+    arrivals = engine._arrivals([(request, 0)], [], 1)
+    step = jax.jit(
+        partial(
+            engine_step, model=form.model, config=engine.step_config,
+            chunk=Variant(1, 192, chunk_tokens=32), rounds=Variant(1, 192),
+        ),
+        donate_argnums=1,
+    )  # fmt: skip
+    state = init_state(
+        form.model.config, engine.scheduler_config, engine.step_config, shapes=engine._shapes
+    )
+    none = dataclasses.replace(
+        arrivals,
+        requests=dataclasses.replace(arrivals.requests, request_id_N=np.full(1, -1, np.int32)),
+    )
+    found = []
+    for i in range(6):
+        state, outputs = step(form.params, state, none if i else arrivals, float(i), 16)
+        for rows in (outputs.chunk, outputs.rounds):
+            found += [int(token) for token in rows.tokens_BN[0] if token >= 0]
+        if i == 0:
+            assert outputs.answer_N.tolist() == [ACCEPTED]
+    assert found == expected([9] * 40, GREEDY)
+    assert int(outputs.summary.num_running) == int(outputs.summary.num_used_blocks) == 0
 
 
 def test_a_row_that_is_not_a_number_fails_alone():

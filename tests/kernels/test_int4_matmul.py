@@ -150,12 +150,17 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scaling", ["post", "pre"])
+# XLA has one way of scaling, the kernels two.
+SCALINGS = [("xla", "post")] + [
+    pytest.param(backend, scaling, marks=marks)
+    for backend, marks in (("interpret", ()), ("triton", pytest.mark.gpu))
+    for scaling in ("post", "pre")
+]
+
+
+@pytest.mark.parametrize("backend, scaling", SCALINGS)
 @pytest.mark.parametrize("name", VALUES)
-def test_values(name, scaling, backend):
-    if backend == "xla" and scaling == "pre":
-        pytest.skip("XLA has one way of scaling")
+def test_values(name, backend, scaling):
     positional, keyword = _values(Case(5, 33, 256, 64), **VALUES[name])
     config = triton.Config(32, 16, 64, 1, scaling, 2, 3)
     check(positional, keyword, backend, config=config)
