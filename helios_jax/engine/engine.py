@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helios_jax.cache.paged import KVScales
+from helios_jax.cache.paged import KVScales, block_bytes
 from helios_jax.config import ModelConfig, require
 from helios_jax.engine.config import EngineConfig, resolve_config
 from helios_jax.engine.programs import Programs
@@ -133,7 +133,8 @@ class Engine:
           seed: makes the seeds of requests without one reproducible.
 
         Raises:
-          ValueError: options that contradict each other or the model, or too little memory.
+          ValueError: options that contradict each other or the model, or too small a KV pool.
+          MemoryError: the device has no room for the KV pool; says what to lower.
         """
         self.config = config or EngineConfig()
         self.form = form
@@ -347,6 +348,8 @@ class Engine:
             num_pending_tokens=self._num_pending_tokens,
         )
         outputs = self._start(variants, now, rounds)
+        for live in self._live.values():
+            live.row.is_new = False
         chunk_tokens = variants.chunk.chunk_tokens if variants.chunk else 0
         self._in_flight.append(_InFlight(outputs, chunk_tokens))
         return True
@@ -571,10 +574,7 @@ class Engine:
         """An empty device state, and nothing in flight."""
         self._programs = Programs()
         self._wanted_shapes = self._shapes
-        self._state = init_state(
-            self.form.model.config, self.scheduler_config, self.step_config,
-            shapes=self._shapes, scales=self._scales,
-        )  # fmt: skip
+        self._state = self._empty_state()
         # What `plan_step` gives, for programs that are compiled before it has run.
         zero = jnp.int32(0)
         _, self._plan_shape = jax.eval_shape(
@@ -588,6 +588,22 @@ class Engine:
         self._num_pending_tokens = 0
         self._last_counts: dict[str, int | float] = {}
         self._gauges: dict[str, int] = {}
+
+    def _empty_state(self) -> EngineState:
+        try:
+            return init_state(
+                self.form.model.config, self.scheduler_config, self.step_config,
+                shapes=self._shapes, scales=self._scales,
+            )  # fmt: skip
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            pool = self.step_config.num_blocks * block_bytes(self.form.model.config)
+            raise MemoryError(
+                f"the device has no {pool / 2**30:.1f} GiB left for the KV pool beside the weights; "
+                "lower kv_cache_memory_bytes, gpu_memory_utilization, max_model_len or "
+                f"max_num_rows, or serve fewer bytes of weights (dtype='int4'): {error}"
+            ) from error
 
     def _fail(self, cause: Exception) -> EngineError:
         """Ends all requests with the cause; the engine is empty afterwards."""

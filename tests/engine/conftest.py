@@ -12,14 +12,7 @@ from helios_jax.engine import Engine, EngineConfig
 from helios_jax.sampling import SamplingParams, stack_sampling
 from tests import tiny
 
-# Few sizes, so that few programs are compiled: one chunk, rows 1 to 4, one context.
-CONFIG = EngineConfig(
-    max_model_len=192,
-    max_num_seqs=4,
-    max_num_rows=8,
-    max_num_batched_tokens=32,
-    kv_cache_memory_bytes=1 << 20,
-)
+CONFIG = EngineConfig(max_model_len=192, **tiny.ENGINE)
 
 
 @cache
