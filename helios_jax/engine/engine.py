@@ -147,7 +147,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.model_config = model_config
         self._urgency = urgency
-        self._scales = kv_scales
+        # Copies: the state, and so what is in it, is donated to every step.
+        self._scales = jax.tree.map(np.array, kv_scales)
         self._rng = np.random.default_rng(seed)
         self.scheduler_config, self.step_config = resolve_config(
             self.config, form.model.config, cache_dtype=form.cache_dtype
@@ -621,7 +622,7 @@ class Engine:
         self._wanted_shapes = self._shapes
         self._state = init_state(
             self.form.model.config, self.scheduler_config, self.step_config,
-            shapes=self._shapes, scales=self._scales,
+            shapes=self._shapes, scales=jax.tree.map(jnp.array, self._scales),
         )  # fmt: skip
         # What `plan_step` gives, for programs that are compiled before it has run.
         zero = jnp.int32(0)

@@ -12,9 +12,9 @@ blocks that somebody holds or may find again are kept; they leave the device and
 that have one size. The folder appears complete or not at all; a save that was killed leaves a
 hidden one beside it that ends in .partial.
 
-Measured on two cores: an engine of SmolLM2 with 16 requests in flight (10 MB of blocks in use) is
-saved in SAVE s and restored in RESTORE s, of which importing Orbax takes 1.1 s and the sum of the
-parameters 0.2 s.
+Measured for SmolLM2 in its int8 form on one core: an engine with 16 requests in flight and 44 MB of
+blocks in use is saved in 0.8 s and restored in 1.3 s, of which the sum of the parameters is 0.6 s;
+the first save of a process takes 1.2 s.
 """
 
 import dataclasses

@@ -272,7 +272,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path, caplog):
     engine.stop_recording()
 
 
-def test_the_readme_s_engine(tmp_path, monkeypatch, capsys):
+def test_the_example_in_the_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (example,) = (example for example in EXAMPLES if "Engine.restore" in example)
     exec(example, {"engine": make_engine(record="run.jsonl")})

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helios_jax.cache.paged import KVScales
 from helios_jax.engine import Engine, RequestUpdate
 from helios_jax.engine.request_json import progress_to_json, resume_row
 from helios_jax.engine.requests import start_row
@@ -371,8 +372,6 @@ def test_a_folder_appears_whole_or_not_at_all(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8"])
 def test_two_precisions_with_scales(kv_cache_dtype, tmp_path):
-    from helios_jax.cache.paged import KVScales
-
     form, tokenizer, config = model()
     scales = KVScales(jnp.full((2, 2), 0.7, jnp.float32), jnp.full((2, 2), 1.3, jnp.float32))
     engine = Engine(
@@ -392,3 +391,5 @@ def test_two_precisions_with_scales(kv_cache_dtype, tmp_path):
         found = outcomes(drain(restore(tmp_path / str(num_steps))))
         assert found and found == {number: wanted[number] for number in found}
     assert engine.metrics()["num_migrations"] > 0
+    # Steps donate the state that scales are in, not the caller's scales.
+    assert float(scales.k_LK.sum()) == pytest.approx(2.8)
