@@ -97,7 +97,7 @@ def choose_variants(
             num_prompt_logprobs=logprobs_bucket(row.prompt_logprobs for row in new),
         )
     # Rows that are all new get their first tokens before anybody waits for further ones.
-    decodes = chunk is None or not all(row.is_new for row in rows)
+    decodes = chunk is None or bool(started) or not all(row.is_new for row in new)
     return StepVariants(chunk, rounds, decodes)
 
 

@@ -22,7 +22,7 @@ def model():
     return llm._form, llm.tokenizer, llm.config
 
 
-def make_engine(form=None, seed: int = 0, **changes) -> Engine:
+def make_engine(form=None, seed: int = 0, record=None, **changes) -> Engine:
     default, tokenizer, config = model()
     return Engine(
         form or default,
@@ -30,6 +30,7 @@ def make_engine(form=None, seed: int = 0, **changes) -> Engine:
         model_config=config,
         config=dataclasses.replace(CONFIG, **changes),
         seed=seed,
+        record=record,
     )
 
 
