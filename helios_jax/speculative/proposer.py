@@ -17,7 +17,7 @@ are drafted may depend on anything known before a token is drawn, never on the d
 token that is drawn and then withheld for what it is makes q a wrong law.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +63,7 @@ class RoundRows:
       hidden_BD: the target's final hidden state at position num_known - 2, the one that the last
         known token was drawn from; zeros where no pass came before.
       kv: where the rows' keys and values lie; a draft model's pools use the same blocks.
+      vocab_size: the target's (V); static.
     """
 
     tokens_BS: Array
@@ -72,6 +73,7 @@ class RoundRows:
     history: TokenHistory | None
     hidden_BD: Array
     kv: PagedRows
+    vocab_size: int = field(metadata={"static": True})
 
     @property
     def key(self) -> RowKey:

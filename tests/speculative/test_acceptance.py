@@ -1,4 +1,4 @@
-"""Rejection sampling: the law of what comes out, the rule's edges, greedy rows, rows on their own."""
+"""Rejection sampling: the law of what comes out, the rule's edges, greedy rows, single rows."""
 
 import dataclasses
 
@@ -83,7 +83,7 @@ def test_the_law_over_vocabularies_and_seeds(params, vocab_size):
 
 
 def test_p_values_are_uniform_over_seeds():
-    """Were the law slightly wrong everywhere, p-values would lean to 0; were it too regular, to 1."""
+    """Were the law a little wrong, p-values would lean to 0; were it too regular, to 1."""
     pair = law.random_pair(6, seed=4)
     params = SamplingParams(temperature=1.3, top_p=0.9)
     expected = law.exact(pair, params, 1)
