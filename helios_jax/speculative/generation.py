@@ -100,6 +100,8 @@ class SpeculativeState:
       hidden_BD: see `RoundRows`.
       logprobs: of output tokens, N = S - T of them; None unless asked for.
       finish_reason_B: int32, as `sampling.finish` names them.
+      is_spoilt_B: bool, rows whose last round met a NaN that may have been a draft token's: they
+        may have got no token, and draft none in the next round.
       telemetry: see there.
       num_rounds: int32 scalar.
     """
@@ -115,6 +117,7 @@ class SpeculativeState:
     hidden_BD: Array
     logprobs: Logprobs | None
     finish_reason_B: Array
+    is_spoilt_B: Array
     telemetry: AcceptanceTelemetry
     num_rounds: Array
 
@@ -285,6 +288,7 @@ def begin(
         hidden_BD=hidden_BD,
         logprobs=None if num_logprobs is None else init_logprobs(B, max_new_tokens, num_logprobs),
         finish_reason_B=jnp.where(lengths_B > 0, RUNNING, LENGTH).astype(jnp.int32),
+        is_spoilt_B=jnp.zeros(B, bool),
         telemetry=init_telemetry(speculation.max_num_draft_tokens),
         num_rounds=jnp.int32(0),
     )
@@ -298,7 +302,10 @@ def speculative_round(
     sampling: SamplingArrays,
     state: SpeculativeState,
 ) -> tuple[SpeculativeState, RoundRecord]:
-    """At least one token for every running row; what a row gets depends on that row alone."""
+    """At least one token for every running row; what a row gets depends on that row alone.
+
+    (Only after a NaN that may have come from a draft a row gets none, see `is_spoilt_B`.)
+    """
     model, params = target
     J = speculation.max_num_draft_tokens
     proposer, controller = speculation.proposer, speculation.controller
@@ -321,7 +328,8 @@ def speculative_round(
         )
         wanted_B = controller.choose(extra.costs, state.controller, B, J)
         # The token after the drafts takes the last room.
-        wanted_B = jnp.where(running_B, jnp.clip(room_B - 1, 0, jnp.minimum(wanted_B, J)), 0)
+        may_draft_B = running_B & ~state.is_spoilt_B
+        wanted_B = jnp.where(may_draft_B, jnp.clip(room_B - 1, 0, jnp.minimum(wanted_B, J)), 0)
         draft, proposed = proposer.propose(extra.proposer, proposed, rows, wanted_B, J)
         draft = only_tokens(draft, wanted_B, model.config.vocab_size)
 
@@ -333,7 +341,7 @@ def speculative_round(
     logits_BTV = logits_of(model, params, hidden_BTD)
     record = verify(logits_BTV, draft, sampling, state.history, num_output_B, speculation.rule)
 
-    num_drawn_B = jnp.where(running_B, record.num_accepted_B + 1, 0)
+    num_drawn_B = jnp.where(running_B, record.num_drawn_B, 0)
     ended = end_rows(record.drawn_BT, num_drawn_B, sampling, room_B)
     place_T = jnp.arange(J + 1)
     is_kept_BT = place_T < ended.num_tokens_B[:, None]
@@ -378,6 +386,7 @@ def speculative_round(
         ),
         logprobs=logprobs,
         finish_reason_B=jnp.where(running_B, ended.finish_reason_B, state.finish_reason_B),
+        is_spoilt_B=running_B & record.is_spoilt_B,
         telemetry=record_round(state.telemetry, sampling.temperature_B, known_B, *counted),
         num_rounds=state.num_rounds + 1,
     ), record  # fmt: skip

@@ -46,8 +46,20 @@ class RoundRecord(NamedTuple):
     is_bonus_B: Array
 
     @property
+    def is_spoilt_B(self) -> Array:
+        """Whether a NaN met a row that had drafts, bool [B]. It may be theirs: attention does not
+        keep one token's NaN from another of the same pass. The row must be asked without drafts.
+        """
+        return (self.next_token_B < 0) & (self.num_draft_B > 0)
+
+    @property
+    def num_drawn_B(self) -> Array:
+        """How many tokens of `drawn_BT` count: one more than accepted, none more if spoilt."""
+        return self.num_accepted_B + ~self.is_spoilt_B
+
+    @property
     def drawn_BT(self) -> Array:
-        """The round's tokens, int32 [B, J + 1]: the first `num_accepted_B` + 1 count."""
+        """The round's tokens, int32 [B, J + 1]: the first `num_drawn_B` count."""
         place_T = jnp.arange(self.tokens_BJ.shape[1] + 1)
         drafts_BT = jnp.pad(self.tokens_BJ, ((0, 0), (0, 1)), constant_values=-1)
         is_next_BT = place_T == self.num_accepted_B[:, None]

@@ -44,17 +44,14 @@ FILTERS = {
     ),
 }  # fmt: skip
 EOS = (3,)
-PLAIN_SHAPES, ALL_SHAPES = (
-    sampling_shapes(list(part.values()), eos_token_ids=EOS) for part in (GRID, GRID | FILTERS)
-)
+SHAPES = sampling_shapes(list((GRID | FILTERS).values()), eos_token_ids=EOS)
 
 
 def judge(params, *, vocab_size, num_rows=ROWS, num_tokens=2, num_draft_tokens=3, seed=0, **how):
     pair = law.random_pair(vocab_size, seed=seed)
-    shapes = PLAIN_SHAPES if params in GRID.values() else ALL_SHAPES
     tokens_BN = law.emitted(
         pair, params, num_rows=num_rows, num_tokens=num_tokens, seed=seed, eos=EOS,
-        num_draft_tokens=num_draft_tokens, shapes=shapes, **how,
+        num_draft_tokens=num_draft_tokens, shapes=SHAPES, **how,
     )  # fmt: skip
     return law.p_value(tokens_BN, law.exact(pair, params, num_tokens, EOS))
 
@@ -64,10 +61,11 @@ def test_two_tokens_follow_the_targets_joint_law(params):
     assert judge(params, vocab_size=5) > LOWEST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"greedy_draft": True}, {"deterministic": True}], ids=str)
-def test_chosen_drafts_leave_the_law_alone(how):
-    """q is one-hot then, and never an array."""
-    assert judge(GRID["all three"], vocab_size=5, **how) > LOWEST
+@pytest.mark.parametrize("name", ["all three", "everything"])
+def test_the_joint_law_with_chosen_drafts(name, how):
+    assert judge((GRID | FILTERS)[name], vocab_size=5, **how) > LOWEST
 
 
 @pytest.mark.slow
@@ -84,15 +82,8 @@ def test_the_law_over_vocabularies_and_seeds(params, vocab_size):
 
 def test_p_values_are_uniform_over_seeds():
     """Were the law a little wrong, p-values would lean to 0; were it too regular, to 1."""
-    pair = law.random_pair(6, seed=4)
-    params = SamplingParams(temperature=1.3, top_p=0.9)
-    expected = law.exact(pair, params, 1)
-    p_values = []
-    for seed in range(100):
-        tokens_BN = law.emitted(
-            pair, params, num_rows=2000, num_tokens=1, num_draft_tokens=2, seed=seed
-        )
-        p_values.append(law.p_value(tokens_BN, expected))
+    right = wrong_rules.RIGHT[0]
+    p_values = [wrong_rules.judge(right, seed) for seed in range(100)]
     assert scipy.stats.kstest(p_values, "uniform").pvalue > 1e-3
 
 
@@ -110,8 +101,10 @@ def test_wrong_rules_are_rejected_by_the_same_test(mistake):
     assert wrong_rules.judge(mistake) < wrong_rules.REJECTED
 
 
-def test_and_the_right_rule_is_not():
-    assert wrong_rules.judge(wrong_rules.RIGHT[0]) > LOWEST
+@pytest.mark.parametrize("right", wrong_rules.RIGHT, ids=lambda right: right.name)
+def test_and_the_right_rule_is_not(right):
+    """Chosen drafts leave the law alone too: q is one-hot then, and never an array."""
+    assert wrong_rules.judge(right) > LOWEST
 
 
 def key_of(num_rows: int, seed: int = 0) -> RowKey:

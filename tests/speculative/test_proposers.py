@@ -1,6 +1,8 @@
 """Proposers on their own: lookups, drafts that end early, a user's own proposer, trees."""
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,9 @@ from tests import tiny
 from tests.speculative import law
 
 B, S, J = 4, 20, 5
+STATIC: Any = dict(
+    static_argnames=("max_num_draft_tokens", "vocab_size"), compiler_options=law.UNOPTIMISED
+)
 find = jax.jit(find_suffix, static_argnums=(2, 3))
 
 
@@ -89,27 +94,31 @@ def test_a_draft_ends_before_what_the_model_is_not_sure_of():
     unsure_V = jnp.log(jnp.array([0.4, 0.3, 0.3]))
     row_B1 = jnp.arange(3)[:, None]
 
-    def run(min_confidence, temperature=1.0):
-        sampling = stack_sampling(
-            [SamplingParams(seed=i, temperature=temperature) for i in range(3)], vocab_size=3
-        )
-        draft, passes = draw_drafts(
+    @partial(jax.jit, compiler_options=law.UNOPTIMISED)
+    def draw(unsure_V, confident_V, sampling):
+        return draw_drafts(
             lambda memory: (jnp.stack([unsure_V, confident_V, confident_V]), memory),
             lambda memory, tokens_B, place, active_B: (
                 jnp.where((place == 0) & (row_B1 == 1), unsure_V, confident_V),
                 memory + 1,
             ),
             jnp.int32(1), sampling, None, jnp.zeros(3, jnp.int32), jnp.full(3, 4, jnp.int32),
-            max_num_draft_tokens=4, vocab_size=3, min_confidence=min_confidence,
+            max_num_draft_tokens=4, vocab_size=3, min_confidence=0.5,
         )  # fmt: skip
+
+    def run(unsure_V, confident_V, temperature=1.0):
+        sampling = stack_sampling(
+            [SamplingParams(seed=i, temperature=temperature) for i in range(3)], vocab_size=3
+        )
+        draft, passes = draw(unsure_V, confident_V, sampling)
         return draft, int(passes)
 
-    draft, passes = run(0.5)
+    draft, passes = run(unsure_V, confident_V)
     assert draft.num_draft_B.tolist() == [0, 1, 4] and passes == 4
     assert np.all(np.asarray(draft.tokens_BJ[1, 1:]) == -1)
-    assert run(0.5, temperature=0.0)[0].num_draft_B.tolist() == [0, 1, 4]
-    assert run(0.0)[0].num_draft_B.tolist() == [4, 4, 4]
-    draft, passes = run(0.95)
+    greedy, _ = run(unsure_V, confident_V, temperature=0.0)
+    assert greedy.num_draft_B.tolist() == [0, 1, 4]
+    draft, passes = run(unsure_V, unsure_V)
     assert draft.num_draft_B.tolist() == [0, 0, 0] and passes == 1
 
 
@@ -117,7 +126,7 @@ def test_a_smaller_or_larger_draft_vocabulary_drafts_real_tokens_only():
     sampling = stack_sampling([SamplingParams(seed=i) for i in range(64)], vocab_size=5)
     for width in (3, 8):
         logits_BV = jnp.zeros((64, width))
-        draft, _ = draw_drafts(
+        draft, _ = jax.jit(draw_drafts, static_argnums=(0, 1), **STATIC)(
             lambda memory, x=logits_BV: (x, memory),
             lambda memory, tokens_B, place, active_B, x=logits_BV: (x, memory),
             (), sampling, None, jnp.zeros(64, jnp.int32), jnp.full(64, 2, jnp.int32),

@@ -118,10 +118,16 @@ WRONG: list[Mistake] = [
 ]
 
 
-def judge(mistake: Mistake) -> float:
-    """The p-value of the first token's law."""
+def judge(mistake: Mistake, seed: int = 0) -> float:
+    """The p-value of the first token's law, over rows of random seeds drawn from `seed`."""
     tokens_BN = emitted(
-        PAIR, PARAMS, num_rows=ROWS, num_tokens=1, num_draft_tokens=DRAFTS, **mistake.what
+        PAIR,
+        PARAMS,
+        num_rows=ROWS,
+        num_tokens=1,
+        num_draft_tokens=DRAFTS,
+        seed=seed,
+        **mistake.what,
     )
     return p_value(tokens_BN, exact(PAIR, PARAMS, 1))
 
