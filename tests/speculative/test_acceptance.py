@@ -69,21 +69,23 @@ def test_the_joint_law_with_chosen_drafts(name, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocab_size", [4, 7, 16, 64])
+@pytest.mark.parametrize("vocab_size, num_tokens", [(4, 2), (8, 2), (16, 1), (64, 1)])
 @pytest.mark.parametrize("params", (GRID | FILTERS).values(), ids=GRID | FILTERS)
-def test_the_law_over_vocabularies_and_seeds(params, vocab_size):
-    """The joint law of two tokens; over seeds, p-values are uniform (Kolmogorov-Smirnov)."""
+def test_the_law_over_vocabularies_and_seeds(params, vocab_size, num_tokens):
+    """Random p and q, the joint law of two tokens where the vocabulary is small; over the seeds
+    p-values are uniform (Kolmogorov-Smirnov)."""
     p_values = [
-        judge(params, vocab_size=vocab_size, num_rows=20_000, seed=seed) for seed in range(60)
+        judge(params, vocab_size=vocab_size, num_tokens=num_tokens, num_rows=20_000, seed=seed)
+        for seed in range(20)
     ]
-    assert min(p_values) > LOWEST / 60
+    assert min(p_values) > LOWEST / 20
     assert scipy.stats.kstest(p_values, "uniform").pvalue > LOWEST
 
 
 def test_p_values_are_uniform_over_seeds():
     """Were the law a little wrong, p-values would lean to 0; were it too regular, to 1."""
     right = wrong_rules.RIGHT[0]
-    p_values = [wrong_rules.judge(right, seed) for seed in range(100)]
+    p_values = [wrong_rules.judge(right, seed) for seed in range(80)]
     assert scipy.stats.kstest(p_values, "uniform").pvalue > 1e-3
 
 

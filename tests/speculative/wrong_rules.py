@@ -14,7 +14,7 @@ from helios_jax.speculative import RoundRecord, RowKey, Verdict, accept, accepta
 from helios_jax.speculative.acceptance import at_tokens, count_leading
 from tests.speculative.law import emitted, exact, p_value, random_pair
 
-ROWS, DRAFTS = 20_000, 2
+ROWS, DRAFTS = 6000, 2
 # A right rule falls below this once in a million tests; seeds are fixed.
 REJECTED = 1e-6
 
