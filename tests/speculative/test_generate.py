@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from helios_jax import generate
+from helios_jax.cache.paged import init_pools
 from helios_jax.model import Transformer, init_params
 from helios_jax.sampling import NON_FINITE, STOP, SamplingParams, sampling_shapes, stack_sampling
 from helios_jax.speculative import (
@@ -18,6 +19,7 @@ from helios_jax.speculative import (
     DraftModel,
     PromptLookup,
     Proposer,
+    ProposerState,
     Speculation,
     SpeculationParams,
     assumed_costs,
@@ -26,6 +28,7 @@ from helios_jax.speculative import (
     speculative_generate,
     speculative_round,
 )
+from helios_jax.speculative.draft_model import DraftCache
 from tests import tiny
 from tests.equality import EqualityRule
 from tests.speculative import law
