@@ -649,8 +649,8 @@ class Engine:
                 raise
             pool = self.step_config.num_blocks * block_bytes(self.form.model.config)
             raise MemoryError(
-                f"the device has no {pool / 2**30:.1f} GiB left for the KV pool beside the weights; "
-                "lower kv_cache_memory_bytes, gpu_memory_utilization, max_model_len or "
+                f"the device has no {pool / 2**30:.1f} GiB left for the KV pool beside the "
+                "weights; lower kv_cache_memory_bytes, gpu_memory_utilization, max_model_len or "
                 f"max_num_rows, or serve fewer bytes of weights (dtype='int4'): {error}"
             ) from error
 
