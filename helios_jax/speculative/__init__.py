@@ -8,6 +8,14 @@ Every part is a pure function of arrays with one row per request, or a small fro
 methods, and may be replaced: the proposer (`Proposer`), the acceptance rule (`accept`), the
 draft-length controller (`FixedLength`, `AdaptiveLength`). J, the most draft tokens of a round, is
 static; how many a row drafts is a value.
+
+What `verify` costs beside `sample_tokens` for as many positions (J = 4, vocabulary 49,152, one
+shared Zen 4 core, jax 0.12.0.1, warm, best of 15), in ms at batch 1 and batch 8:
+
+                     sample_tokens     verify, drawn drafts   verify, chosen drafts (q None)
+    greedy           0.09   0.55        0.11   0.61            0.11   0.60
+    temperature      0.26   2.49        0.29   2.75            0.30   2.25
+    top_k=50         0.31   4.91        0.33   4.10            0.34   6.77
 """
 
 from helios_jax.speculative.acceptance import (

@@ -19,13 +19,15 @@ from helios_jax.speculative import (
     Proposer,
     ProposerState,
     RoundRows,
+    Speculation,
+    SpeculationParams,
     Tree,
+    begin,
     draw_drafts,
     only_tokens,
     private_rows,
-    read_acceptance,
     run_rows,
-    speculative_generate,
+    speculative_round,
 )
 from helios_jax.speculative.prompt_lookup import find_suffix
 from tests import tiny
@@ -143,47 +145,52 @@ def test_what_is_no_token_ends_a_draft():
 
 
 @dataclass(frozen=True)
-class HiddenCounter(Proposer):
-    """A user's proposer with parameters and memory: it drafts from the target's hidden state.
-
-    `params` is the target's head, so that its first guess is the last known token once more. Its
-    memory counts the tokens that it was told of.
-    """
-
-    def init_state(self, num_rows, num_blocks):
-        return ProposerState(rows=jnp.zeros(num_rows, jnp.int32))
+class FromHidden(Proposer):
+    """A user's proposer: `params` is the target's head, which it puts on the hidden state it is
+    given. That is what the last known token was drawn from, so it drafts that token again."""
 
     def propose(self, params, state, rows, num_draft_B, max_num_draft_tokens):
         tokens_B = jnp.argmax(rows.hidden_BD @ params, axis=1).astype(jnp.int32)
         tokens_BJ = jnp.tile(tokens_B[:, None], (1, max_num_draft_tokens))
         return Draft(tokens_BJ, num_draft_B, None), state
 
-    def observe(self, params, state, verified):
-        return state._replace(rows=state.rows + verified.num_emitted_B)
-
 
 def test_a_proposer_of_ones_own_sees_the_targets_hidden_states():
-    """It repeats the last token, which a model that loops on one token accepts."""
+    """After prompts, and after rounds that accepted some tokens or none."""
     config = tiny.config(vocab_size=32, num_layers=1, bos_token_id=None, eos_token_ids=())
     model, params = Transformer(config), init_params(config, jax.random.key(0))
     params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim == 2 else leaf, params)
-    head = params["params"]["embed"]["embedding"].T
-    prompts = np.random.default_rng(0).integers(0, 32, (2, 6)).astype(np.int32)
-    sampling = SamplingParams(temperature=0, max_tokens=30).to_arrays(2, vocab_size=32)
-    run = jax.jit(
-        lambda proposer, draft: speculative_generate(
-            (model, params), (proposer, draft), prompts, np.array([6, 4]), sampling, 30,
-            max_num_draft_tokens=3, num_logprobs=None,
-        ),
-        static_argnums=0, compiler_options=law.UNOPTIMISED,
-    )  # fmt: skip
-    found, plain = run(HiddenCounter(), head), run(Proposer(), head)
-    np.testing.assert_array_equal(found.tokens, plain.tokens)
-    repeats = np.sum(np.asarray(found.tokens)[:, 1:] == np.asarray(found.tokens)[:, :-1])
-    report = read_acceptance(found.telemetry)
-    assert report.total.num_proposed > 0 and plain.num_rounds == 30
-    assert report.total.num_accepted <= repeats
-    assert (report.total.num_accepted > 0) == (repeats > 0)
+    extra = SpeculationParams(params["params"]["embed"]["embedding"].T)
+    speculation = Speculation(FromHidden(), 2)
+    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 32, (4, 6)), jnp.int32)
+    sampling = SamplingParams(temperature=0, max_tokens=30).to_arrays(4, vocab_size=32)
+
+    @partial(jax.jit, compiler_options=law.UNOPTIMISED)
+    def start(sampling):
+        return begin(
+            (model, params), speculation, extra, prompts, jnp.array([6, 4, 1, 3]), sampling,
+            max_new_tokens=30,
+        )  # fmt: skip
+
+    @partial(jax.jit, compiler_options=law.UNOPTIMISED)
+    def turn(kv, sampling, state):
+        return speculative_round((model, params), speculation, extra, kv, sampling, state)
+
+    kv, state = start(sampling)
+    likely_BSV = jax.jit(model.apply)(params, prompts)
+    # Of the prompt, the state before the last token's.
+    second = likely_BSV[jnp.arange(4), jnp.array([4, 2, 0, 1])].argmax(1)
+    expected = np.asarray(second)
+    counts = set()
+    for i in range(8):
+        before = state
+        state, record = turn(kv, sampling, state)
+        known = slice(None) if i else np.array([0, 1, 3])  # one row has a single token
+        np.testing.assert_array_equal(record.tokens_BJ[known, 0], expected[known])
+        counts |= set(np.asarray(record.num_accepted_B).tolist())
+        assert np.all(state.num_known_B > before.num_known_B)
+        expected = np.asarray(state.tokens_BS)[np.arange(4), np.asarray(state.num_known_B) - 1]
+    assert len(counts) > 1, "both kinds of rounds occurred"
 
 
 def test_a_tree_of_drafts_sees_its_own_branches_only():
