@@ -73,7 +73,7 @@ def test_rates_count_every_row_and_step():
 
 
 def test_helios_runs_exactly_the_steps_asked_for(monkeypatch):
-    llm = tiny.llm()
+    llm = tiny.llm(enable_prefix_caching=False)
     calls = []
     generate = llm.generate
 
@@ -84,12 +84,14 @@ def test_helios_runs_exactly_the_steps_asked_for(monkeypatch):
         return outputs
 
     monkeypatch.setattr(llm, "generate", spy)
-    monkeypatch.setattr(helios_jax, "load", lambda model, **options: llm)
+    loaded = []
+    monkeypatch.setattr(helios_jax, "load", lambda model, **options: loaded.append(options) or llm)
     job = SMALL.job(258) | {"model": "tiny", "dtype": "float32"}
     result = helios_worker.measure(job)
     # Each decode measurement has one further token, the prefill's; each shape is warmed up first.
     decodes = [([5], [7]), ([5], [7]), ([5, 5], [7, 7]), ([5, 5], [7, 7])]
     assert calls == decodes + [([16], [1])] * (1 + job["num_prefills"])
+    assert [options["enable_prefix_caching"] for options in loaded] == [False]
     assert set(result) == {"versions", "weights", "decode_seconds", "prefill_seconds"}
     assert len(result["decode_seconds"]) == 2 and min(result["decode_seconds"]) > 0
     assert result["prefill_seconds"] > 0 and "float32" in result["weights"]

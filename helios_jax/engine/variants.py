@@ -84,9 +84,12 @@ def choose_variants(
         has_wide=any(end > config.kv_watermark for end in ends),
         num_logprobs=logprobs_bucket(row.logprobs for row in rows),
     )
-    pending = sum(row.num_prompt for row in new) - chunk_tokens_in_flight
+    # Chunks in flight are others' than those of rows that have entered since.
+    arrived = sum(row.num_prompt for row in new if row.is_new)
+    begun = sum(row.num_prompt for row in new if not row.is_new)
     # Preempted rows prefill again.
-    pending = max(pending, num_pending_tokens - chunk_tokens_in_flight, 0)
+    begun = max(begun, num_pending_tokens) - chunk_tokens_in_flight
+    pending = arrived + max(begun, 0)
     chunk = None
     if pending:
         pending += len(started)
