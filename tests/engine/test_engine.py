@@ -200,8 +200,9 @@ def test_no_stage_copies_the_pools(kv_cache_dtype):
         "end": ((state,), dict(config=config)),
     }
     for name, (positional, static) in stages.items():
-        compiled = programs.stage(name, jax.default_backend()).lower(*positional, **static)
-        memory = compiled.compile().memory_analysis()
+        traced = programs.stage(name, jax.default_backend()).trace(*positional, **static)
+        assert not traced.jaxpr.effects, f"{name} calls the host"
+        memory = traced.lower().compile().memory_analysis()
         assert memory.alias_size_in_bytes >= pool_bytes, name
         assert memory.temp_size_in_bytes < 0.06 * pool_bytes, name
 

@@ -1,6 +1,7 @@
 """Drawn tokens: their law, their seeds, their edges, and what the compiled program holds."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -270,6 +271,18 @@ def test_nothing_sorts_the_vocabulary_and_nothing_calls_the_host():
             assert equation.invars[0].aval.shape[-1] <= vocab_size // 16
     assert {"top_k", "while", "cond", "sort"} <= names, "the walk reaches the inner programs"
     assert not any("callback" in name for name in names) and not jaxpr.effects
+
+
+def test_a_greedy_batch_pays_for_a_maximum_only():
+    """Random numbers are made in one of two branches, and nowhere outside it."""
+    jaxpr = jax.make_jaxpr(sample_tokens)(jnp.zeros((8, 512)), *everything(8, 512)).jaxpr
+
+    def draws(program) -> bool:
+        return any(inner.primitive.name == "random_bits" for inner in primitives(program))
+
+    (choice,) = [e for e in jaxpr.eqns if draws(SimpleNamespace(eqns=[e]))]
+    assert choice.primitive.name == "cond"
+    assert sorted(draws(branch.jaxpr) for branch in choice.params["branches"]) == [False, True]
 
 
 def test_jit_vmap_and_strict_dtypes():

@@ -1,6 +1,6 @@
-"""Does a test fail for every rule of allocation and scheduling that is broken?
+"""Does a test fail for every rule of the step, of allocation and of scheduling that is broken?
 
-python tests/scheduler/mutations.py [WORD]: applies one change after another to a copy of the
+python tests/mutations.py [WORD]: applies one change after another to a copy of the
 library and runs the test named beside it, which must fail. WORD picks the rules that contain it.
 Last run on 9443d9a, 30 November 2026, 2 cores AMD Zen 5, jax 0.12.0.1: 28 of 28 caught.
 """
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Mutation(NamedTuple):
@@ -31,6 +31,10 @@ COMMIT, POLICY = "helios_jax/scheduler/commit.py", "helios_jax/scheduler/urgency
 CASES, HISTORIES = "tests/scheduler/test_schedule.py", "tests/scheduler/test_properties.py"
 URGENCY = "tests/scheduler/test_urgency.py"
 POOL, PROGRAMS = "tests/cache/test_blocks.py", "tests/scheduler/test_programs.py"
+STAGES, STEP = "helios_jax/engine/programs.py", "helios_jax/engine/step.py"
+DRAW, VERDICT = "helios_jax/sampling/draw.py", "helios_jax/speculative/acceptance.py"
+ENGINE, DRAWS = "tests/engine/test_engine.py", "tests/sampling/test_sampling_draw.py"
+ATTENTION = "tests/kernels/test_paged_attention.py"
 
 MUTATIONS = [
     Mutation(
@@ -155,6 +159,73 @@ MUTATIONS = [
         BLOCKS, "return self.num_ready + self.num_cached",
         "return jnp.sum(self.refcount_P == 0) - self.refcount_P.shape[0] + self.num_blocks",
         PROGRAMS,
+    ),
+    Mutation(
+        "the KV pools are never copied: they are donated",
+        STAGES, 'donate_argnames="state", ', "", f"{ENGINE}::test_no_stage_copies_the_pools",
+    ),
+    Mutation(
+        "the KV pools are never copied: no branch holds them",
+        STEP, "work, emitted_B1, logprobs, prompt = lax.fori_loop(\n"
+        "        0, turns, lambda _, x: draw(x[0]), skip(work)\n    )",
+        "work, emitted_B1, logprobs, prompt = lax.cond(turns > 0, draw, skip, work)",
+        f"{ENGINE}::test_no_stage_copies_the_pools",
+    ),
+    Mutation(
+        "nothing recompiles once warm",
+        STAGES, "if (name, key) not in self._futures:", "if forget() is None:",
+        f"{ENGINE}::test_nothing_compiles_once_warm",
+    ),
+    Mutation(
+        "no stage waits for the host",
+        STEP, "    scheduler = state.scheduler\n    failed_R",
+        "    jax.debug.print('{}', state.telemetry.num_steps)\n"
+        "    scheduler = state.scheduler\n    failed_R",
+        f"{ENGINE}::test_no_stage_copies_the_pools",
+    ),
+    Mutation(
+        "equality with the pure generate",
+        STEP, "slot_T = block_T * block_tokens + tokens.position_T % block_tokens",
+        "slot_T = block_T * block_tokens + (tokens.position_T + 1) % block_tokens",
+        f"{ENGINE}::test_requests_get_what_they_would_get_alone",
+    ),
+    Mutation(
+        "sampled speculative output has the target's law",
+        VERDICT, "residual_BV = jnp.maximum(p_BV - _at(q_BJV, place_B), 0.0)",
+        "residual_BV = p_BV", "tests/speculative/test_acceptance.py",
+    ),
+    Mutation(
+        "a seeded row's tokens do not depend on the batch",
+        DRAW, "return jax.vmap(row)(seed_B2, position_B)",
+        "return jax.vmap(row)(seed_B2 + len(seed_B2), position_B)",
+        f"{DRAWS}::test_a_seeded_row_draws_the_same_alone_and_in_any_batch",
+    ),
+    Mutation(
+        "a row that is not a number fails alone",
+        STEP, "drawn_B1 = jnp.where(draws_B & ~is_bad_B, drawn_B, -1)[:, None]",
+        "drawn_B1 = jnp.where(draws_B & ~jnp.any(is_bad_B), drawn_B, -1)[:, None]",
+        f"{ENGINE}::test_a_row_that_is_not_a_number_fails_alone",
+    ),
+    Mutation(
+        "unused KV slots may hold NaN",
+        "pallas_kernels/paged_attention/reference.py",
+        "values = jnp.where(written[None, :, None], values, 0)", "", ATTENTION,
+    ),
+    Mutation(
+        "casts to FP8 saturate",
+        "pallas_kernels/kv_format.py", "limited = jnp.clip(values, -fmt.largest, fmt.largest)",
+        "limited = values", "tests/kernels/test_append_kv.py",
+    ),
+    Mutation(
+        "the vocabulary is never sorted",
+        DRAW, "    def draw(adjusted_BV):",
+        "    adjusted_BV = adjusted_BV + 0 * jnp.sort(adjusted_BV)\n\n    def draw(adjusted_BV):",
+        f"{DRAWS}::test_nothing_sorts_the_vocabulary_and_nothing_calls_the_host",
+    ),
+    Mutation(
+        "greedy rows pay for a maximum only",
+        DRAW, "return lax.cond(jnp.all(is_greedy(sampling)), first_argmax, draw, adjusted_BV)",
+        "return draw(adjusted_BV)", f"{DRAWS}::test_a_greedy_batch_pays_for_a_maximum_only",
     ),
 ]  # fmt: skip
 
