@@ -242,7 +242,17 @@ def main() -> int:
             text = path.read_text()
             assert text.count(mutation.old) == 1, f"{mutation.rule}: {mutation.old!r} is not there"
             path.write_text(text.replace(mutation.old, mutation.new))
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-x",
+                "-n",
+                "0",
+                "-p",
+                "no:cacheprovider",
+            ]
             done = subprocess.run(
                 [*command, mutation.test],
                 cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True,
