@@ -16,35 +16,28 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.aot import absent
+
 
 def main(request: str) -> None:
     with tempfile.TemporaryDirectory() as dump:
-        # Both must be set before jax starts: the plugin would ask for a driver, and flags are read
-        # once.
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_emitter_re=^ptx$"
+        os.environ |= absent.environment(Path(dump))
         print(json.dumps(_compile(json.loads(request), Path(dump))))
 
 
 def _compile(request: dict, dump: Path) -> dict:
     import jax
     import numpy as np
-    from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
     from pallas_kernels import dispatch
     from pallas_kernels.aot import cases, ptx
-    from pallas_kernels.devices import DEVICES, target_config
+    from pallas_kernels.devices import DEVICES
 
     device = DEVICES[request["device"]]
     case = cases.case_of(request["op"], request["case"])
     num_devices = request.get("num_devices", 1)
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="",
-        topology=f"1x1x{num_devices}",
-        target_config=target_config(device),
-    )
+    topology = absent.topology(device, num_devices)
     if num_devices == 1:
         mesh = None
         sharding = SingleDeviceSharding(topology.devices[0])
@@ -55,9 +48,7 @@ def _compile(request: dict, dump: Path) -> dict:
     donated = (0, 1) if request["op"] == "append_kv" else ()
     with dispatch.compile_for(device.key), jax.default_device(topology.devices[0]):
         lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-        compiled = lowered.compile(
-            compiler_options={"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
-        )
+        compiled = lowered.compile(compiler_options=absent.COMPILER_OPTIONS)
     text = compiled.as_text() or ""
     memory: Any = compiled.memory_analysis()
     kernels = [k for path in sorted(dump.glob("*.ptx")) for k in ptx.kernels(path, _ptxas())]
