@@ -1,16 +1,13 @@
 """How is a program compiled for a GPU that is not there?
 
 In a process started with `environment`, lower under `jax.default_device(topology(...).devices[0])`
-and `dispatch.compile_for`, from structs placed on that device, and compile with `COMPILER_OPTIONS`.
+and `dispatch.compile_for`, from structs placed on that device, and compile.
 """
 
 from pathlib import Path
 from typing import Any
 
 from pallas_kernels.devices import Device, target_config
-
-# Register spills are an error.
-COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 
 def environment(dump: Path | None = None) -> dict[str, str]:

@@ -48,10 +48,13 @@ def _compile(request: dict, dump: Path) -> dict:
     donated = (0, 1) if request["op"] == "append_kv" else ()
     with dispatch.compile_for(device.key), jax.default_device(topology.devices[0]):
         lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-        compiled = lowered.compile(compiler_options=absent.COMPILER_OPTIONS)
+        compiled = lowered.compile(
+            compiler_options={"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+        )
     text = compiled.as_text() or ""
     memory: Any = compiled.memory_analysis()
-    kernels = [k for path in sorted(dump.glob("*.ptx")) for k in ptx.kernels(path, _ptxas())]
+    assembler = ptx.assembler()
+    kernels = [k for path in sorted(dump.glob("*.ptx")) for k in ptx.kernels(path, assembler)]
     launches = "".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
     return facts | dict(
         kernels=[dataclasses.asdict(k) for k in kernels],
@@ -195,22 +198,6 @@ def _largest_made(text: str) -> int:
             elements *= int(size)
         largest = max(largest, elements * sizes.get(dtype, 4))
     return largest
-
-
-def _ptxas() -> str:
-    """The assembler of the compiler wheel, or the one on the path."""
-    import shutil
-    import sysconfig
-
-    wheels = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    for folder in ("cuda_nvcc", "cu13"):
-        path = wheels / folder / "bin" / "ptxas"
-        if path.exists():
-            return str(path)
-    found = shutil.which("ptxas")
-    if found is None:
-        raise FileNotFoundError("no ptxas: install nvidia-cuda-nvcc-cu12")
-    return found
 
 
 if __name__ == "__main__":

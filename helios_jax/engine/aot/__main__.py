@@ -6,10 +6,10 @@
     python -m helios_jax.engine.aot --device h200 --rows 16 --chunk-tokens 256
     python -m helios_jax.engine.aot --out FILE      keeps the table as JSON
 
-`engine_step` with a chunk and decode rounds is compiled for GPUs that are not there, with the
-shapes of Llama 3 8B: INT4 linears in groups of 64, a bfloat16 head, 20 GiB of KV. What is an error
-is said in `helios_jax.engine.aot.judge`; register spills are one too. Needs what
-`pallas_kernels.aot` needs: Python 3.12 or newer and, beside a plain CPU jax,
+`engine_step` with arrivals, a chunk and decode rounds is compiled for GPUs that are not there, with
+the shapes of Llama 3 8B: INT4 linears in groups of 64, a bfloat16 head, 20 GiB of KV. An error is
+what `helios_jax.engine.aot.judge` says, an op that is not served by its kernel, and a kernel of
+ours that spills registers. Needs Python 3.12 or newer and, beside a plain CPU jax,
 
     pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
 
@@ -29,6 +29,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,16 +84,18 @@ def main(arguments: list[str] | None = None) -> int:
 def _compile(case: StepCase) -> dict[str, Any]:
     """The facts of a compiled case; only `errors` where it does not compile."""
     request = json.dumps(dataclasses.asdict(case))
-    try:
-        run = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "helios_jax.engine.aot.compile_step", request],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            env=os.environ | absent.environment(),
-        )
-    except subprocess.TimeoutExpired:
-        return dict(errors=[f"did not compile in {TIMEOUT_SECONDS} s"])
+    worker = "helios_jax.engine.aot.compile_step"
+    with tempfile.TemporaryDirectory() as dump:
+        try:
+            run = subprocess.run(
+                [sys.executable, "-W", "ignore", "-m", worker, request, dump],
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
+                env=os.environ | absent.environment(Path(dump)),
+            )
+        except subprocess.TimeoutExpired:
+            return dict(errors=[f"did not compile in {TIMEOUT_SECONDS} s"])
     if run.returncode:
         lines = [line for line in run.stderr.strip().splitlines() if line.strip()]
         return dict(errors=["does not compile: " + " | ".join(lines[-3:])[:1000]])

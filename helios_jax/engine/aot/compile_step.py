@@ -1,14 +1,15 @@
 """Compiles one step for a GPU that is not there, judges it, and reports as JSON.
 
 Run as a process of its own (a fault in the compiler ends the process), with the variables of
-`pallas_kernels.aot.absent.environment`:
+`pallas_kernels.aot.absent.environment(FOLDER)`:
 
-    python -m helios_jax.engine.aot.compile_step '{"device": "h100", "num_layers": 4, ...}'
+    python -m helios_jax.engine.aot.compile_step '{"device": "h100", "num_layers": 4, ...}' FOLDER
 """
 
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,12 +25,16 @@ from helios_jax.engine.aot.judge import (
     passes_of,
 )
 from pallas_kernels import dispatch
-from pallas_kernels.aot import absent
+from pallas_kernels.aot import absent, ptx
 from pallas_kernels.devices import DEVICES
 
 
-def report(case: StepCase) -> dict[str, Any]:
-    """Errors and figures of the compiled step, JSON-ready."""
+def report(case: StepCase, dump: Path) -> dict[str, Any]:
+    """Errors and figures of the compiled step, JSON-ready.
+
+    Args:
+      dump: the folder that was given to `environment`, where the kernels' PTX will lie.
+    """
     step = abstract_step(case)
     device = absent.topology(DEVICES[case.device]).devices[0]
     sharding = SingleDeviceSharding(device)
@@ -41,7 +46,7 @@ def report(case: StepCase) -> dict[str, Any]:
     with dispatch.compile_for(case.device), jax.default_device(device):
         lowered = jax.jit(step.function, donate_argnums=1).lower(*arguments)
         lowered_at = time.monotonic()
-        compiled = lowered.compile(compiler_options=absent.COMPILER_OPTIONS)
+        compiled = lowered.compile()
     seconds = time.monotonic() - lowered_at
     analysis: Any = compiled.memory_analysis()
     memory = Memory(
@@ -54,8 +59,9 @@ def report(case: StepCase) -> dict[str, Any]:
         for choice in choices
         if choice.backend != "triton"
     ]
+    names = {each.kernel for each in program.executed() if each.kernel}
     found: dict[str, Any] = dict(
-        errors=[*served, *judge(program, memory, step.expected)],
+        errors=[*served, *judge(program, memory, step.expected), *_spills(dump, names)],
         lower_seconds=round(lowered_at - start, 1),
         compile_seconds=round(seconds, 1),
         temporary_bytes=memory.temporary,
@@ -68,5 +74,20 @@ def report(case: StepCase) -> dict[str, Any]:
     return found
 
 
+def _spills(dump: Path, names: set[str]) -> list[str]:
+    """Errors for our kernels that spill registers; XLA's own are not judged."""
+    errors, assembler = [], ptx.assembler()
+    for path in sorted(dump.glob("*.ptx")):
+        text = path.read_text()
+        if not any(f".entry {name}" in text for name in names):
+            continue
+        errors += [
+            f"{kernel.name} spills {kernel.spill_bytes} bytes a thread"
+            for kernel in ptx.kernels(path, assembler)
+            if kernel.spill_bytes and kernel.name.startswith(tuple(names))
+        ]
+    return errors
+
+
 if __name__ == "__main__":
-    print(json.dumps(report(StepCase(**json.loads(sys.argv[1])))))
+    print(json.dumps(report(StepCase(**json.loads(sys.argv[1])), Path(sys.argv[2]))))

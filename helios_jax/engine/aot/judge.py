@@ -17,7 +17,6 @@ from typing import NamedTuple
 from helios_jax.engine.aot.hlo import PLUMBING, Array, Instruction, Program
 
 MAX_TEMPORARY_SHARE = 0.06
-# Of these, one launch multiplies, the second adds up what splits of the first left.
 _MATMUL = "int4_matmul"
 _LIBRARY_PRODUCTS = ("gemm", "matmul", "cublas", "cudnn")
 _COPIES = ("copy", "copy-start")
