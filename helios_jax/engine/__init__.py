@@ -5,6 +5,10 @@ the batch loop in a program of their own takes the first:
 
     state = init_state(model_config, scheduler_config, step_config, shapes=SamplingShapes())
     state, outputs = engine_step(params, state, arrivals, now, max_rounds, model=..., ...)
+
+`python -m helios_jax.engine.aot` compiles it for GPUs that are not there, and judges the result.
+Llama 3 8B, INT4 and FP8, 64 rows, all 32 layers: 18 launches a layer and round, 10 of them of our
+kernels; temporaries of 125 MiB; nothing that grows with the KV pool is copied (aot/results/).
 """
 
 from helios_jax.engine.config import EngineConfig, StepConfig, resolve_config

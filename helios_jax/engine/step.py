@@ -169,6 +169,8 @@ def engine_step(
 ) -> tuple[EngineState, StepOutputs]:
     """One step: admission, scheduling, a prefill chunk, decode rounds. Donate `state`.
 
+    Compile it with `programs.COMPILER_OPTIONS` of the platform: XLA's own choices slow it down.
+
     Args:
       params: the model's.
       state: of `init_state`, or of the step before.

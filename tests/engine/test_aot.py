@@ -162,6 +162,10 @@ def test_launches_are_counted():
             ["%table = s32[64]{0} get-tuple-element(%p), index=9", "%z = s32[64]{0} copy(%table)"],
             "z (copy) copies s32[64]",
         ),
+        (
+            ["%z.remat = f32[4,32]{1,0} fusion(%x), kind=kLoop, calls=%expand"],
+            "1 operations are repeated to save memory, among them z.remat",
+        ),
     ],
 )  # fmt: skip
 def test_what_must_not_be_there_is_an_error(lines, message):

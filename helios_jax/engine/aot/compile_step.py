@@ -24,6 +24,7 @@ from helios_jax.engine.aot.judge import (
     loop_condition,
     passes_of,
 )
+from helios_jax.engine.programs import COMPILER_OPTIONS
 from pallas_kernels import dispatch
 from pallas_kernels.aot import absent, ptx
 from pallas_kernels.devices import DEVICES
@@ -46,7 +47,7 @@ def report(case: StepCase, dump: Path) -> dict[str, Any]:
     with dispatch.compile_for(case.device), jax.default_device(device):
         lowered = jax.jit(step.function, donate_argnums=1).lower(*arguments)
         lowered_at = time.monotonic()
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS["gpu"])
     seconds = time.monotonic() - lowered_at
     analysis: Any = compiled.memory_analysis()
     memory = Memory(

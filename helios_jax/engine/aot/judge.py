@@ -73,6 +73,7 @@ def judge(program: Program, memory: Memory, expected: Expected) -> list[str]:
         *_products(program, expected),
         *_arrays(program, expected),
         *_pools(program, expected),
+        *_repeats(program),
         *_memory(memory, expected),
     ]
 
@@ -205,6 +206,17 @@ def _pools(program: Program, expected: Expected) -> list[str]:
         for each in program.executed()
         if each.opcode in _COPIES and each.arrays[0] in expected.growing
     ]
+
+
+def _repeats(program: Program) -> list[str]:
+    repeated = [
+        each.name
+        for each in program.executed()
+        if ".remat" in each.name and each.opcode not in PLUMBING
+    ]
+    if not repeated:
+        return []
+    return [f"{len(repeated)} operations are repeated to save memory, among them {repeated[0]}"]
 
 
 def _memory(memory: Memory, expected: Expected) -> list[str]:
