@@ -7,6 +7,7 @@
     None        "triton" where it can serve the call and is not expected to be slower, else "xla"
 
 An explicit backend that cannot serve a call raises NotImplementedError with the reason.
+`with preferring(backend):` is the explicit backend of the calls within that name none.
 """
 
 import contextlib
@@ -24,6 +25,9 @@ BACKENDS = ("triton", "xla", "interpret")
 
 _logger = logging.getLogger("pallas_kernels")
 _in_use: dict[str, list["Choice"]] = {}
+_preferred: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "pallas_kernels_preferred_backend", default=None
+)
 _compile_target: contextvars.ContextVar[Device | None] = contextvars.ContextVar(
     "pallas_kernels_compile_target", default=None
 )
@@ -70,12 +74,22 @@ def compile_for(device_key: str) -> Iterator[Device]:
         _compile_target.reset(token)
 
 
+@contextlib.contextmanager
+def preferring(backend: str | None) -> Iterator[None]:
+    """Within it, calls traced with backend=None are calls with `backend`."""
+    token = _preferred.set(backend)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
 def choose(op: str, requested: str | None, cannot: str | None, slower: str | None = None) -> Choice:
     """The backend for one call.
 
     Args:
       op: the op's name.
-      requested: the caller's `backend`.
+      requested: the caller's `backend`; None takes that of `preferring`.
       cannot: why the Pallas kernel cannot serve this call, or None.
       slower: why XLA is expected to be faster although the kernel could serve, or None.
 
@@ -83,6 +97,7 @@ def choose(op: str, requested: str | None, cannot: str | None, slower: str | Non
       ValueError: `requested` is no backend.
       NotImplementedError: `requested` cannot serve.
     """
+    requested = _preferred.get() if requested is None else requested
     where = target()
     no_gpu = None
     if where.platform != "gpu":

@@ -9,6 +9,10 @@ the batch loop in a program of their own takes the first:
 A run is a fold over what arrives and when. So an engine can be saved in the middle of its requests
 and restored (`Engine.save`, `Engine.restore`: `engine.snapshot`), and a run that was recorded
 (`Engine(record=...)`: `engine.recording`) is computed again by `replay`, bit for bit.
+
+`python -m helios_jax.engine.aot` compiles it for GPUs that are not there, and judges the result.
+Llama 3 8B, INT4 and FP8, 64 rows, all 32 layers: 18 launches a layer and round, 10 of them of our
+kernels; temporaries of 125 MiB; nothing that grows with the KV pool is copied (aot/results/).
 """
 
 from helios_jax.engine.config import EngineConfig, StepConfig, resolve_config

@@ -154,6 +154,8 @@ class Engine:
         self.scheduler_config, self.step_config = resolve_config(
             self.config, form.model.config, cache_dtype=form.cache_dtype
         )
+        # Of the stages that run no kernel, which engines of any backend share.
+        self._bare_config = dataclasses.replace(self.step_config, backend=None)
         self.max_model_len = self.scheduler_config.max_model_len
         self._shapes = _COMMON_SHAPES | sampling_shapes(
             [SamplingParams()], eos_token_ids=model_config.eos_token_ids
@@ -406,7 +408,7 @@ class Engine:
         programs = self._programs
         clock = jnp.float32(now)
         model = dict(model=self.form.model, config=config)
-        policy = dict(config=config, urgency=self._urgency)
+        policy = dict(config=self._bare_config, urgency=self._urgency)
         chunk_tokens, num_rows = plan_sizes(
             variants.chunk, variants.rounds if variants.decodes else None
         )
@@ -415,7 +417,7 @@ class Engine:
         sampling = self._state.sampling
         bare = _with_sampling(self._state, None)
         programs.request("plan", None, (bare, *sizes), **policy)
-        programs.request("end", None, (bare,), config=config)
+        programs.request("end", None, (bare,), config=self._bare_config)
         rest = (self._plan_shape, clock)
         if variants.chunk is not None:
             key = (shapes, variants.chunk)
@@ -448,7 +450,7 @@ class Engine:
 
     def _end(self, chunk, rounds, prompt_logprobs) -> StepOutputs:
         sampling, state = self._state.sampling, _with_sampling(self._state, None)
-        state, summary = self._programs.run("end", None, (state,), config=self.step_config)
+        state, summary = self._programs.run("end", None, (state,), config=self._bare_config)
         self._state = _with_sampling(state, sampling)
         return StepOutputs(jnp.zeros(0, jnp.int32), chunk, rounds, prompt_logprobs, summary)
 
@@ -465,7 +467,7 @@ class Engine:
             arrivals = self._arrivals(taken, aborted, number)
             self._state, answer_N = self._programs.run(
                 "admit", (self._shapes, arrivals.tokens_NS.shape), (self._state, arrivals),
-                config=self.step_config,
+                config=self._bare_config,
             )  # fmt: skip
             self._answers.append((answer_N, len(taken)))
             for request, index in taken:

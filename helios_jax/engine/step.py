@@ -68,6 +68,7 @@ from helios_jax.scheduler import (
     submit,
 )
 from helios_jax.scheduler.urgency import deadline
+from pallas_kernels.dispatch import preferring
 from pallas_kernels.kv_format import format_of
 
 
@@ -167,6 +168,8 @@ def engine_step(
     urgency: Urgency = deadline,
 ) -> tuple[EngineState, StepOutputs]:
     """One step: admission, scheduling, a prefill chunk, decode rounds. Donate `state`.
+
+    Compile it with `programs.COMPILER_OPTIONS` of the platform: XLA's own choices slow it down.
 
     Args:
       params: the model's.
@@ -373,11 +376,13 @@ def _score_prompt(served: _Model, work: _Work, tokens: _Tokens, hidden_CD: Array
     is_scored_C = tokens.is_token_T & (position_C < get_any(scheduler.num_prompt_R, row_C))
     num_top = served.variant.num_prompt_logprobs
     assert num_top is not None
+    with preferring(served.config.backend):
+        scored = score_hidden(served.model, served.params, hidden_CD, token_C, num_top)
     return PromptLogprobs(
         request_id_C=jnp.where(is_scored_C, get_any(scheduler.request_id_R, row_C), -1),
         position_C=jnp.where(is_scored_C, position_C, -1),
         token_C=token_C,
-        logprobs=score_hidden(served.model, served.params, hidden_CD, token_C, num_top),
+        logprobs=scored,
     )
 
 
@@ -506,9 +511,10 @@ def _hidden(
         max_query_len=max_query_len,
         backend=config.backend,
     )
-    hidden, cache = model.apply(
-        served.params, ids_T.reshape(shape), positions_T.reshape(shape), cache, method="hidden"
-    )
+    with preferring(config.backend):
+        hidden, cache = model.apply(
+            served.params, ids_T.reshape(shape), positions_T.reshape(shape), cache, method="hidden"
+        )
     return hidden.reshape(-1, hidden.shape[-1]), cache.pools
 
 
@@ -543,7 +549,8 @@ def _row_blocks(served: _Model, scheduler: SchedulerState, scales: KVScales | No
 
 
 def _logits(served: _Model, hidden_BD: Array) -> Array:
-    return served.model.apply(served.params, hidden_BD, method="logits")
+    with preferring(served.config.backend):
+        return served.model.apply(served.params, hidden_BD, method="logits")
 
 
 def _rows_of(sampling: SamplingArrays, rows_B: Array) -> SamplingArrays:

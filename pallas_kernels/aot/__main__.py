@@ -36,10 +36,8 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -48,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels import tuning
-from pallas_kernels.aot import cases, report
+from pallas_kernels.aot import cases, provenance, report
 from pallas_kernels.aot.cases import Compile
 from pallas_kernels.aot.judge import judge
 from pallas_kernels.devices import DEVICES
@@ -56,6 +54,7 @@ from pallas_kernels.int4_matmul import config as matmul_configs
 from pallas_kernels.paged_attention import config as attention_configs
 
 TIMEOUT_SECONDS = 240
+_PACKAGE = Path(__file__).parents[1]
 
 
 def main() -> int:
@@ -128,9 +127,9 @@ def _keep(path: Path, results: list, errors: dict[str, list[str]], seconds: floa
     """Writes the devices of this run to `path`, one row of the table a line."""
     run = dict(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        commit=_commit(),
+        commit=provenance.commit(_PACKAGE),
         machine=f"{os.cpu_count()} cores, no GPU",
-        versions=_versions(),
+        versions=provenance.versions(),
         seconds=round(seconds),
     )
     parts = json.loads(path.read_text()) if path.exists() else {}
@@ -149,32 +148,6 @@ def _keep(path: Path, results: list, errors: dict[str, list[str]], seconds: floa
         blocks.append(f' {json.dumps(device)}: {{\n{head},\n   "rows": [\n{rows}\n   ]\n }}')
     path.parent.mkdir(exist_ok=True)
     path.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def _commit() -> str | None:
-    """The commit of this checkout, with + where sources or tables have changes."""
-    folder = Path(__file__).parents[1]
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", "predict.py")
-        changed = git("status", "--porcelain", "--", ":(glob)**/*.py", ":(glob)tuned/*.json")
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def _code_of(device_key: str) -> tuple[str, int]:
@@ -207,13 +180,16 @@ def _sources(by_rule: bool) -> str:
 
     The rules and tuned/ count where the compiled program asks them for its configuration.
     """
-    folder = Path(__file__).parents[1]
-    others = {"predict.py", "aot/__main__.py", "aot/report.py", "aot/judge.py"}
+    folder = _PACKAGE
+    others = {
+        "predict.py",
+        *(f"aot/{name}.py" for name in ("__main__", "judge", "provenance", "report")),
+    }
     rules = {"tuning.py", "int4_matmul/config.py", "paged_attention/config.py"}
     left_out = {folder / name for name in (others if by_rule else others | rules)}
     paths = [p for p in sorted(folder.rglob("*.py")) if p not in left_out]
     paths += sorted(folder.glob("tuned/*.json")) if by_rule else []
-    digest = hashlib.sha256(json.dumps(_versions()).encode())
+    digest = hashlib.sha256(json.dumps(provenance.versions()).encode())
     for path in paths:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -16,35 +16,28 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.aot import absent
+
 
 def main(request: str) -> None:
     with tempfile.TemporaryDirectory() as dump:
-        # Both must be set before jax starts: the plugin would ask for a driver, and flags are read
-        # once.
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_emitter_re=^ptx$"
+        os.environ |= absent.environment(Path(dump))
         print(json.dumps(_compile(json.loads(request), Path(dump))))
 
 
 def _compile(request: dict, dump: Path) -> dict:
     import jax
     import numpy as np
-    from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
     from pallas_kernels import dispatch
     from pallas_kernels.aot import cases, ptx
-    from pallas_kernels.devices import DEVICES, target_config
+    from pallas_kernels.devices import DEVICES
 
     device = DEVICES[request["device"]]
     case = cases.case_of(request["op"], request["case"])
     num_devices = request.get("num_devices", 1)
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="",
-        topology=f"1x1x{num_devices}",
-        target_config=target_config(device),
-    )
+    topology = absent.topology(device, num_devices)
     if num_devices == 1:
         mesh = None
         sharding = SingleDeviceSharding(topology.devices[0])
@@ -60,7 +53,8 @@ def _compile(request: dict, dump: Path) -> dict:
         )
     text = compiled.as_text() or ""
     memory: Any = compiled.memory_analysis()
-    kernels = [k for path in sorted(dump.glob("*.ptx")) for k in ptx.kernels(path, _ptxas())]
+    assembler = ptx.assembler()
+    kernels = [k for path in sorted(dump.glob("*.ptx")) for k in ptx.kernels(path, assembler)]
     launches = "".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
     return facts | dict(
         kernels=[dataclasses.asdict(k) for k in kernels],
@@ -204,22 +198,6 @@ def _largest_made(text: str) -> int:
             elements *= int(size)
         largest = max(largest, elements * sizes.get(dtype, 4))
     return largest
-
-
-def _ptxas() -> str:
-    """The assembler of the compiler wheel, or the one on the path."""
-    import shutil
-    import sysconfig
-
-    wheels = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    for folder in ("cuda_nvcc", "cu13"):
-        path = wheels / folder / "bin" / "ptxas"
-        if path.exists():
-            return str(path)
-    found = shutil.which("ptxas")
-    if found is None:
-        raise FileNotFoundError("no ptxas: install nvidia-cuda-nvcc-cu12")
-    return found
 
 
 if __name__ == "__main__":

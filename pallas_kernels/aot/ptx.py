@@ -6,7 +6,9 @@ assembler knows. Instruction counts are of PTX; the machine code has a few more 
 
 import collections
 import re
+import shutil
 import subprocess
+import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +67,19 @@ class Kernel:
     spill_bytes: int
     atomics: int
     loop: Loop | None
+
+
+def assembler() -> str:
+    """Path of the compiler wheel's `ptxas`, or of the one on the path."""
+    wheels = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    for folder in ("cuda_nvcc", "cu13"):
+        path = wheels / folder / "bin" / "ptxas"
+        if path.exists():
+            return str(path)
+    found = shutil.which("ptxas")
+    if found is None:
+        raise FileNotFoundError("no ptxas: install nvidia-cuda-nvcc-cu12")
+    return found
 
 
 def kernels(path: Path, ptxas: str) -> list[Kernel]:

@@ -33,6 +33,8 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
+# Traced and lowered once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("problem", "cost", "interpret"))
 def append(
     k_pool, v_pool, k_TKH, v_TKH, slot_T, k_scale_K, v_scale_K, block_offset, problem: Problem,
     cost: Cost, interpret: bool,

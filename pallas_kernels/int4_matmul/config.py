@@ -89,8 +89,10 @@ def rule(problem: Problem, device: Device | None) -> Config:
 
     block_k, narrow = _block_k(problem, 128 if few else 64), _block_k(problem, 64)
     # Scaling weight by weight holds a scale and a least value for each: 128 codes of K then take
-    # all of the 128 registers the assembler grants 64 threads, and spill on some versions of jax.
-    if not scale_after(block_k) and (block_m == 16 or scale_after(narrow)):
+    # all registers that the assembler grants 64 threads, 128 with 16 rows and on Ampere 168 with
+    # 64, and spill on some versions of jax.
+    holds_many = block_m == 16 or (block_m == 64 and device.capability < (9, 0))
+    if not scale_after(block_k) and (holds_many or scale_after(narrow)):
         block_k = narrow
     scaling = "post" if scale_after(block_k) else "pre"
     split_k = 1

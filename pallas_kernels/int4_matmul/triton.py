@@ -88,6 +88,8 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
+# Traced and lowered once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("problem", "config", "cost", "interpret"))
 def matmul(
     x, packed, scale, zero, offset, bias, layer, problem: Problem, config: Config, cost: Cost,
     interpret: bool,

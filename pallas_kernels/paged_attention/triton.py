@@ -88,6 +88,8 @@ def check_config(problem: Problem, config: Config) -> None:
             raise ValueError(f"{config} cannot cut {problem}: violates '{rule}'")
 
 
+# Traced and lowered once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("problem", "config", "cost", "interpret"))
 def attention(
     q_TNH, k_pool, v_pool, block_table_BM, context_len_B, query_start_B, query_len_B,
     k_scale_K, v_scale_K, block_offset, tree_mask_BJJ, problem: Problem, config: Config,

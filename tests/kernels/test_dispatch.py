@@ -36,6 +36,18 @@ def test_for_a_gpu():
     assert dispatch.target().device is None or jax.default_backend() == "gpu"
 
 
+def test_calls_that_name_no_backend_take_the_preferred_one():
+    with dispatch.preferring("interpret"):
+        assert dispatch.choose("op", None, None).backend == "interpret"
+        assert dispatch.choose("op", "xla", None).backend == "xla"
+        with pytest.raises(NotImplementedError, match="it is odd"):
+            dispatch.choose("op", None, "it is odd")
+        with dispatch.preferring(None), dispatch.compile_for("a100"):
+            assert dispatch.choose("op", None, None).backend == "triton"
+    with dispatch.compile_for("a100"):
+        assert dispatch.choose("op", None, None).backend == "triton"
+
+
 def test_unknown_backend_is_named():
     with pytest.raises(ValueError, match="backend='cuda'"):
         dispatch.choose("op", "cuda", None)
