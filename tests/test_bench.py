@@ -11,7 +11,15 @@ import pytest
 from rich.console import Console
 
 import helios_jax
-from helios_jax.bench import cold_start, comparison, engines, helios_worker, machine, tables
+from helios_jax.bench import (
+    cold_start,
+    comparison,
+    engines,
+    helios_worker,
+    machine,
+    serving,
+    tables,
+)
 from helios_jax.bench.cold_start import CACHES, MEMORY, STAGES
 from helios_jax.bench.cold_start_worker import measure as measure_start
 from helios_jax.bench.engines import PEERS, Peer, check_peer, peer_checkpoint, run_worker
@@ -253,6 +261,11 @@ def test_committed_results_say_where_they_come_from(path):
     assert report["machine"]["commit"] and report["machine"]["num_threads"]
     if "cold_start" in report:
         assert set(report["cold_start"]["medians"]) == set(CACHES)
+        return
+    if "serving" in report:
+        assert report["versions"]["helios"]["jax"] and report["serving"]
+        for row in report["serving"]:
+            assert serving.judged(row) == {key: row[key] for key in serving.judged(row)}
         return
     again = comparison.report(
         Workload(**report["workload"] | {"batch_sizes": tuple(report["workload"]["batch_sizes"])}),
