@@ -122,9 +122,8 @@ def _joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def judged(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row's medians and ratios, and whether they reach its bar."""
     ours, others = row["values"], row["others"]
-    value = ratio = _median_ratio(ours, others)
-    if ratio is None:
-        value = statistics.median(ours)
+    ratio = _median_ratio(ours, others)
+    value = statistics.median(ours) if ratio is None else ratio
     bar, side = BARS[row["measure"]]
     is_rate = row["unit"] == "tokens/s"
     cpu_ratio = _median_ratio(row["other_cpu_seconds"], row["cpu_seconds"]) if is_rate else None

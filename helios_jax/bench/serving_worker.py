@@ -6,6 +6,7 @@ was timed is part of the result. Token ids are drawn anew for every run: the pre
 nothing but where that is what is measured.
 """
 
+import inspect
 import json
 import sys
 import time
@@ -245,7 +246,7 @@ def _pure(platform: str) -> Any:
         options = {"xla_cpu_prefer_vector_width": "512"} if platform == "cpu" else None
         static = ("model", "max_new_tokens", "num_logprobs", "cache_dtype")
         _jitted[platform] = jax.jit(
-            generate.__wrapped__, static_argnames=static, compiler_options=options
+            inspect.unwrap(generate), static_argnames=static, compiler_options=options
         )
     return _jitted[platform]
 
