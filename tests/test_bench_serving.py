@@ -9,13 +9,14 @@ from helios_jax.bench import serving, serving_worker, tables
 from helios_jax.bench.serving import BARS, report
 from helios_jax.bench.serving_workload import ServingWorkload
 from tests import tiny
+from tests.engine.conftest import make_engine
 from tests.engine.conftest import model as tiny_model
 from tests.test_bench import text_of
 
 SMALL = ServingWorkload(
     single_sizes=((9, 4),), row_limits=(2,), batch_size=2, batch_tokens=(5, 3),
-    kv_cache_dtypes=("float32",), mix_requests=5, mix_medians=(12, 4), long_tokens=100,
-    short_tokens=(6, 2), shared_tokens=64, pairs=2,
+    kv_cache_dtypes=("float32",), mix_requests=5, mix_medians=(12, 4), mix_sigmas=(0.5, 0.5),
+    long_tokens=100, short_tokens=(6, 2), shared_tokens=64, pairs=2,
 )  # fmt: skip
 
 
@@ -24,6 +25,9 @@ def bench(monkeypatch) -> serving_worker.Bench:
     form, tokenizer, config = tiny_model()
     job = SMALL.job(config.vocab_size, config.max_model_len)
     bench = serving_worker.Bench(form, tokenizer, config, job, np.random.default_rng(0))
+    # One engine for all parts, with the programs of the engine's own tests.
+    engine = make_engine()
+    monkeypatch.setattr(bench, "engine", lambda **options: engine)
     monkeypatch.setattr(serving_worker, "load", lambda job: bench)
     monkeypatch.setattr(serving_worker, "use_compilation_cache", lambda: None)
     return bench
