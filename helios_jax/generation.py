@@ -20,6 +20,11 @@ from jax import Array, lax
 from helios_jax.cache import DenseCache
 from helios_jax.model import Transformer
 from helios_jax.sampling import (
+    FINISH_REASONS,
+    LENGTH,
+    NON_FINITE,
+    RUNNING,
+    STOP,
     Logprobs,
     SamplingArrays,
     TokenHistory,
@@ -31,8 +36,19 @@ from helios_jax.sampling import (
     update_history,
 )
 
-RUNNING, STOP, LENGTH, NON_FINITE = 0, 1, 2, 3
-FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NON_FINITE: "error"}
+__all__ = [
+    "FINISH_REASONS",
+    "GenerateOutput",
+    "GenerationState",
+    "LENGTH",
+    "NON_FINITE",
+    "RUNNING",
+    "STOP",
+    "decode",
+    "generate",
+    "prefill",
+    "score_hidden",
+]
 
 # Prompt logprobs need the logits of every position; this many positions' exist at a time.
 _SCORED_POSITIONS = 32

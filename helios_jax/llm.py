@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,17 @@ import jax
 import numpy as np
 
 from helios_jax.config import ModelConfig, require
-from helios_jax.engine.requests import Prompt, check_prompt, check_sampling, request_output
-from helios_jax.engine.row_progress import Row, RowProgress
+from helios_jax.engine import Engine, EngineConfig
+from helios_jax.engine.requests import Prompt
 from helios_jax.model import Transformer
 from helios_jax.model.forms import ServingForm, serving_form
 from helios_jax.outputs import RequestOutput, StreamOutput
 from helios_jax.sampling import SamplingParams
-from helios_jax.static_batch import STEPS_PER_CALL, STEPS_PER_STREAMED_CALL, run_batch
+from helios_jax.scheduler import Urgency
+from helios_jax.scheduler.urgency import deadline
 from helios_jax.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-
-# A batch holds at most this many padded prompt tokens, so that a prefill's activations stay small.
-MAX_BATCH_TOKENS = 4096
 
 
 def load(
@@ -34,7 +31,9 @@ def load(
     max_model_len: int | None = None,
     max_num_seqs: int = 8,
     seed: int | None = None,
+    urgency: Urgency = deadline,
     progress: Callable | None = None,
+    **engine_options: Any,
 ) -> "LLM":
     """Loads a model, fetching and converting it on first use.
 
@@ -45,7 +44,11 @@ def load(
       max_model_len: the longest sequence, prompt and output; None for the model's own.
       max_num_seqs: rows that run together.
       seed: makes the seeds of requests without one reproducible.
+      urgency: which request goes first, see `helios_jax.scheduler.urgency`.
       progress: see `helios_jax.hub.resolve`; by default a bar on a terminal.
+      engine_options: `kv_cache_dtype`, `kv_watermark`, `kv_cache_memory_bytes`,
+        `gpu_memory_utilization`, `max_num_batched_tokens`, `enable_prefix_caching` and the other
+        fields of `helios_jax.engine.EngineConfig`.
 
     Raises:
       ValueError: an unknown model, a damaged checkpoint, an option that cannot be served.
@@ -66,11 +69,13 @@ def load(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         seed=seed,
+        urgency=urgency,
+        **engine_options,
     )
 
 
 class LLM:
-    """A model, its tokenizer and the host loop that serves requests with them.
+    """A model, its tokenizer and the engine that serves requests with them.
 
     Attributes:
       model, params: what computes, in the form that `dtype` chose; `llm.model.apply(llm.params,
@@ -78,7 +83,8 @@ class LLM:
       config: the checkpoint's.
       tokenizer: text to token ids and back.
       dtype_report: which weight form serves.
-      max_model_len, max_num_seqs: limits of a request and of a batch.
+      engine: what `generate` and `stream` run on; serves requests from many threads.
+      max_model_len, max_num_seqs: limits of a request and of those that run together.
     """
 
     def __init__(
@@ -90,19 +96,31 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         seed: int | None = None,
+        urgency: Urgency = deadline,
+        **engine_options: Any,
     ):
-        longest = config.max_model_len
-        self.max_model_len = longest if max_model_len is None else max_model_len
-        require(
-            2 <= self.max_model_len <= longest,
-            f"max_model_len={max_model_len}: must be in 2..{longest}, the model's own limit",
-        )
-        require(max_num_seqs >= 1, f"max_num_seqs={max_num_seqs}: must be at least 1")
-        self.max_num_seqs = max_num_seqs
+        """
+        Args:
+          form: model, parameters and their dtype, see `model.forms`.
+          tokenizer: text to token ids and back.
+          config: the checkpoint's.
+          max_model_len, max_num_seqs, seed, urgency, engine_options: see `load`.
+        """
         self.config = config
         self.tokenizer = tokenizer
         self._form = form
-        self._rng = np.random.default_rng(seed)
+        self.engine = Engine(
+            form,
+            tokenizer,
+            model_config=config,
+            config=EngineConfig(
+                max_model_len=max_model_len, max_num_seqs=max_num_seqs, **engine_options
+            ),
+            urgency=urgency,
+            seed=seed,
+        )
+        self.max_model_len = self.engine.max_model_len
+        self.max_num_seqs = max_num_seqs
 
     @property
     def model(self) -> Transformer:
@@ -114,7 +132,11 @@ class LLM:
 
     @property
     def dtype_report(self) -> str:
-        return f"{self._form.dtype} on {jax.default_backend()}: {self._form.description}"
+        kv_dtype = self.engine.step_config.narrow_dtype
+        return (
+            f"{self._form.dtype} on {jax.default_backend()}: {self._form.description}; "
+            f"{kv_dtype} KV cache"
+        )
 
     def generate(
         self,
@@ -135,7 +157,9 @@ class LLM:
           ValueError: an empty prompt, a token id out of range, a prompt that leaves no room for a
             token, parameters that do not fit; nothing has been generated then.
         """
-        return self._run(*self._requests(prompts, sampling_params), show_progress=progress)
+        prompts, sampling = self._pairs(prompts, sampling_params)
+        with _progress_bar(sum(params.n for params in sampling), progress) as advance:
+            return self.engine.generate(prompts, sampling, progress=advance)
 
     def chat(
         self,
@@ -163,12 +187,7 @@ class LLM:
         Arguments are checked at the call, not at the first token. Closing the iterator ends the
         request.
         """
-        requests, sampling = self._requests([prompt], sampling_params)
-        require(
-            sampling[0].n == 1,
-            f"n={sampling[0].n}: a stream has one output; use generate() for more",
-        )
-        return self._stream(requests[0], sampling[0])
+        return self.engine.stream(prompt, sampling_params)
 
     def stream_chat(
         self,
@@ -182,8 +201,8 @@ class LLM:
     def _render(self, messages, template_variables: dict[str, Any]) -> str:
         return self.tokenizer.apply_chat_template(messages, **template_variables)
 
-    def _requests(self, prompts, sampling_params):
-        """Checked prompts as (text or None, token ids), and one SamplingParams for each."""
+    def _pairs(self, prompts, sampling_params):
+        """Prompts, and one SamplingParams for each."""
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
             prompts = [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -195,62 +214,7 @@ class LLM:
             f"sampling_params has {len(sampling)} entries for {len(prompts)} prompts: give one for "
             "all, or one per prompt",
         )
-        requests = [
-            check_prompt(prompt, self.tokenizer, self.config, self.max_model_len, f"prompt {index}")
-            for index, prompt in enumerate(prompts)
-        ]
-        return requests, [check_sampling(params, self.tokenizer) for params in sampling]
-
-    def _run(self, requests, sampling, show_progress: bool) -> list[RequestOutput]:
-        started = time.perf_counter()
-        rows = [
-            (i, j, Row(ids, params.output(j)))
-            for i, ((_, ids), params) in enumerate(zip(requests, sampling, strict=True))
-            for j in range(params.n)
-        ]
-        finished: dict[tuple[int, int], RowProgress] = {}
-        with _progress_bar(len(rows), show_progress) as advance:
-            for batch in self._batches(rows):
-                *_, done = self._batch([row for _, _, row in batch], STEPS_PER_CALL)
-                finished.update(((i, j), row) for (i, j, _), row in zip(batch, done, strict=True))
-                advance(len(batch))
-        return [
-            request_output(text, ids, [finished[i, j] for j in range(params.n)], started)
-            for i, ((text, ids), params) in enumerate(zip(requests, sampling, strict=True))
-        ]
-
-    def _batches(self, rows):
-        """Rows of similar prompt length together, at most `max_num_seqs` of them."""
-        batch: list = []
-        for row in sorted(rows, key=lambda row: len(row[2].prompt_token_ids)):
-            width = len(row[2].prompt_token_ids)
-            full = len(batch) == self.max_num_seqs or (len(batch) + 1) * width > MAX_BATCH_TOKENS
-            if batch and full:
-                yield batch
-                batch = []
-            batch.append(row)
-        if batch:
-            yield batch
-
-    def _batch(self, rows: list[Row], steps_per_call: int) -> Iterator[list[RowProgress]]:
-        return run_batch(
-            self._form,
-            self.tokenizer,
-            rows,
-            max_model_len=self.max_model_len,
-            rng=self._rng,
-            steps_per_call=steps_per_call,
-        )
-
-    def _stream(self, request, params: SamplingParams) -> Iterator[StreamOutput]:
-        started = time.perf_counter()
-        text, ids = request
-        for (row,) in self._batch([Row(ids, params)], STEPS_PER_STREAMED_CALL):
-            if row.finish_reason is None:
-                yield StreamOutput(row.new_text, row.new_token_ids)
-            else:
-                output = request_output(text, ids, [row], started)
-                yield StreamOutput(row.new_text, row.new_token_ids, row.finish_reason, output)
+        return prompts, sampling
 
 
 def use_compilation_cache() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.monitoring
 import numpy as np
 import pytest
@@ -16,7 +17,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm():
-    return tiny.llm()
+    """One for all, which has room for every parameter from the start: programs are shared."""
+    llm = tiny.llm()
+    everything = SamplingParams(
+        max_tokens=1, frequency_penalty=1.0, logit_bias={65: 1.0}, min_tokens=1,
+        allowed_token_ids=range(256), bad_words_token_ids=[[65]],
+    )  # fmt: skip
+    llm.generate("x", everything)
+    return llm
 
 
 def ids(output: RequestOutput, index: int = 0) -> list[int]:
@@ -186,23 +194,22 @@ def test_stop_string_trims_text_ids_logprobs_and_usage_together(llm):
 
 
 def test_output_never_passes_max_model_len():
-    llm = tiny.llm(max_model_len=20)
-    (output,) = llm.generate("x" * 15, dataclasses.replace(GREEDY, max_tokens=100))
+    llm = tiny.llm(max_model_len=192)
+    (output,) = llm.generate("x" * 187, dataclasses.replace(GREEDY, max_tokens=100))
     assert len(ids(output)) == 5 and output.outputs[0].finish_reason == "length"
-    (output,) = llm.generate("x" * 15, dataclasses.replace(GREEDY, max_tokens=None))
+    (output,) = llm.generate("x" * 187, dataclasses.replace(GREEDY, max_tokens=None))
     assert len(ids(output)) == 5
 
 
-def test_a_row_with_nan_logits_fails_alone():
+def test_a_row_with_nan_logits_fails_alone(llm):
     """A poisoned embedding row: only the prompt that holds that token is in error."""
-    llm = tiny.llm()
     table = llm.params["params"]["embed"]["embedding"]
     poisoned = {"params": llm.params["params"] | {"embed": {"embedding": table.at[35].set(np.nan)}}}
     head = llm.params["params"]["embed"]["embedding"].T
     untied = dataclasses.replace(llm.model, config=tiny.config(tie_word_embeddings=False))
     poisoned["params"]["lm_head"] = {"kernel": head}
     form = llm._form._replace(model=untied, params=poisoned)
-    broken = type(llm)(form, llm.tokenizer, config=tiny.config())
+    broken = type(llm)(form, llm.tokenizer, config=tiny.config(), **tiny.ENGINE)
     healthy, failed = broken.generate([[65, 66, 67], [65, 35, 67]], GREEDY)
     assert failed.outputs[0].finish_reason == "error" and ids(failed) == []
     assert ids(healthy) == ids(llm.generate([[65, 66, 67]], GREEDY)[0])
@@ -242,7 +249,7 @@ def test_chat_renders_the_template(llm):
 # Compilation
 
 
-def test_nothing_compiles_on_the_second_call_of_a_bucket():
+def test_nothing_compiles_on_the_second_call_of_a_bucket(llm):
     compiled: list[str] = []
 
     def listen(event: str, duration: float, **_) -> None:
@@ -251,10 +258,10 @@ def test_nothing_compiles_on_the_second_call_of_a_bucket():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        llm = tiny.llm("bfloat16")
+        jax.jit(lambda x: x + 1)(1)
+        assert compiled
         llm.generate("a" * 20, GREEDY)
         llm.generate(["a" * 20] * 3, GREEDY)
-        assert compiled
         compiled.clear()
         rng = np.random.default_rng(0)
         for _ in range(10):
@@ -286,7 +293,7 @@ def test_bad_prompts_are_refused(llm, prompt, message):
     with pytest.raises(ValueError, match=message):
         llm.generate(prompt, GREEDY)
     if isinstance(prompt, str):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message.replace("prompt 0", "prompt")):
             llm.stream(prompt, GREEDY)
 
 

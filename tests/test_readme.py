@@ -21,8 +21,9 @@ def run(example: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_there_are_three():
-    words = ("helios_jax.load", "make_mesh", "short_first")
+def test_there_are_four():
+    # The last one is run by tests/engine/test_recording.py.
+    words = ("llm.chat", "make_mesh", "short_first", "Engine.restore")
     assert [[word for word in words if word in e] for e in EXAMPLES] == [[word] for word in words]
 
 
@@ -42,7 +43,11 @@ def test_generate_in_the_callers_jit_on_a_mesh_of_eight_equals_one_device():
     assert sharded == single
 
 
-def test_a_policy_of_ones_own_in_the_simulator():
-    met = dict(re.findall(r"(\w+): (\d+)% of the TTFT targets met", run(EXAMPLES[2])))
+@pytest.mark.usefixtures("smollm2_native_path")
+def test_a_policy_of_ones_own_in_the_engine_and_in_the_simulator():
+    printed = run(EXAMPLES[2])
+    served = re.findall(r"request (\d) '(.*)'", printed)
+    assert [number for number, _ in served] == ["1", "0"] and "Paris" in served[0][1]
+    met = dict(re.findall(r"(\w+): (\d+)% of the TTFT targets met", printed))
     assert list(met) == ["short_first", "deadline", "fcfs"]
     assert int(met["fcfs"]) < min(int(met["short_first"]), int(met["deadline"])) <= 100

@@ -11,6 +11,10 @@ from helios_jax.model.forms import serving_form
 from helios_jax.tokenizer import Tokenizer
 
 BOS, EOS = 256, 257
+# Few sizes, so that few programs are compiled: one chunk, rounds of 1, 2 and 4 rows.
+ENGINE = dict(
+    max_num_seqs=4, max_num_rows=8, max_num_batched_tokens=32, kv_cache_memory_bytes=1 << 20
+)  # fmt: skip
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -44,4 +48,4 @@ def llm(dtype: str = "float32", seed: int = 0, **options) -> LLM:
     # Larger weights than training starts from, so that the logits differ clearly.
     params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim == 2 else leaf, params)
     form = serving_form(config(), params, dtype)
-    return LLM(form, tokenizer(), config=config(), seed=seed, **options)
+    return LLM(form, tokenizer(), config=config(), seed=seed, **(ENGINE | options))

@@ -83,6 +83,8 @@ class PagedCache:
       num_blocks: blocks a layer (P); static.
       max_query_len: most tokens of a row in the pass; static.
       backend: of the kernels, see `pallas_kernels.dispatch`; static.
+      tree_mask_BJJ: bool, which of the pass's tokens see each other, see `paged_attention`; None
+        for causal rows.
     """
 
     pools: KVPools
@@ -90,6 +92,7 @@ class PagedCache:
     num_blocks: int = field(metadata={"static": True})
     max_query_len: int = field(metadata={"static": True})
     backend: str | None = field(metadata={"static": True})
+    tree_mask_BJJ: Array | None = None
 
     def begin(self, positions_BT: Array) -> "PagedCache":
         """The slots are given, so there is nothing to take."""
@@ -120,7 +123,8 @@ class PagedCache:
             attended = paged_attention(
                 _operand(query, rows.kv_dtype), *pools,
                 rows.block_table_BM, rows.context_len_B, rows.query_start_B, rows.query_len_B,
-                max_query_len=self.max_query_len, sliding_window=sliding_window, **common,
+                max_query_len=self.max_query_len, sliding_window=sliding_window,
+                tree_mask_BJJ=self.tree_mask_BJJ, **common,
             ).astype(query_BTNH.dtype)  # fmt: skip
             # Tokens of no row of this precision are zeros.
             output = attended if output is None else output + attended

@@ -16,6 +16,8 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="A system message.")] = None,
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    kv_watermark: options.KvWatermark = 4000,
     max_tokens: options.MaxTokens = 512,
     min_tokens: options.MinTokens = 0,
     temperature: options.Temperature = 0.0,
@@ -47,7 +49,10 @@ def chat(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
     )
-    llm = options.load_llm(model, dtype, max_model_len)
+    llm = options.load_llm(
+        model, dtype=dtype, max_model_len=max_model_len,
+        kv_cache_dtype=kv_cache_dtype, kv_watermark=kv_watermark,
+    )  # fmt: skip
     if llm.tokenizer.chat_template is None:
         raise ValueError(
             f"model={model!r}: has no chat template; use `helios generate --raw`, or a chat model"

@@ -37,6 +37,8 @@ def generate(
     ] = True,
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    kv_watermark: options.KvWatermark = 4000,
     max_tokens: options.MaxTokens = 256,
     min_tokens: options.MinTokens = 0,
     temperature: options.Temperature = 0.0,
@@ -87,7 +89,10 @@ def generate(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    llm = options.load_llm(model, dtype, max_model_len)
+    llm = options.load_llm(
+        model, dtype=dtype, max_model_len=max_model_len,
+        kv_cache_dtype=kv_cache_dtype, kv_watermark=kv_watermark,
+    )  # fmt: skip
     text = _as_prompt(llm.tokenizer, text, system, chat)
     if as_json:
         [output] = llm.generate([text], params)

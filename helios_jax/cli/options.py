@@ -46,6 +46,21 @@ MaxModelLen = Annotated[
     _option("--max-model-len", _LOADING, "Longest sequence, prompt included; default: the model's"),
 ]
 
+KvCacheDtype = Annotated[
+    str,
+    _option(
+        "--kv-cache-dtype", _LOADING,
+        "Of keys and values: fp8_e4m3, fp8_e5m2, int8, bfloat16, float16, float32, or auto.",
+    ),
+]  # fmt: skip
+KvWatermark = Annotated[
+    float,
+    _option(
+        "--kv-watermark", _LOADING,
+        "With an 8-bit KV cache: sequences longer than this use bfloat16; 0: all, inf: none.",
+    ),
+]  # fmt: skip
+
 MaxTokens = Annotated[int, _option("--max-tokens", _SAMPLING, "Longest answer, in tokens.")]
 MinTokens = Annotated[int, _option("--min-tokens", _SAMPLING, "Shortest answer, in tokens.")]
 Temperature = Annotated[
@@ -81,8 +96,8 @@ def sampling_params(stop: list[str] | None, **options: Any) -> "SamplingParams":
     return SamplingParams(stop=stop or [], **options)
 
 
-def load_llm(model: str, dtype: str, max_model_len: int | None) -> Any:
+def load_llm(model: str, **loading: Any) -> Any:
     """`helios_jax.load`, with a progress bar where the model is pulled first."""
     import helios_jax
 
-    return helios_jax.load(model, dtype=dtype, max_model_len=max_model_len)
+    return helios_jax.load(model, **loading)

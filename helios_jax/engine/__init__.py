@@ -5,10 +5,16 @@ the batch loop in a program of their own takes the first:
 
     state = init_state(model_config, scheduler_config, step_config, shapes=SamplingShapes())
     state, outputs = engine_step(params, state, arrivals, now, max_rounds, model=..., ...)
+
+A run is a fold over what arrives and when. So an engine can be saved in the middle of its requests
+and restored (`Engine.save`, `Engine.restore`: `engine.snapshot`), and a run that was recorded
+(`Engine(record=...)`: `engine.recording`) is computed again by `replay`, bit for bit.
 """
 
 from helios_jax.engine.config import EngineConfig, StepConfig, resolve_config
 from helios_jax.engine.engine import Engine
+from helios_jax.engine.recording import Recording, StepInputs, read_recording
+from helios_jax.engine.replaying import replay
 from helios_jax.engine.requests import EngineError, EngineFull, RequestUpdate
 from helios_jax.engine.state import (
     Arrivals,
@@ -28,9 +34,11 @@ __all__ = [
     "EngineError",
     "EngineFull",
     "EngineState",
+    "Recording",
     "RequestUpdate",
     "RowOutputs",
     "StepConfig",
+    "StepInputs",
     "StepOutputs",
     "Telemetry",
     "Variant",
@@ -38,5 +46,7 @@ __all__ = [
     "engine_step",
     "init_arrivals",
     "init_state",
+    "read_recording",
+    "replay",
     "resolve_config",
 ]

@@ -1,6 +1,7 @@
 """How is an engine set up: its limits, its KV cache, and what follows from them for the step?"""
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,14 @@ def resolve_config(
         pool_bytes = _free_bytes(config.gpu_memory_utilization, memory_in_use_bytes)
     if pool_bytes is None:
         pool_bytes = max(DEFAULT_CPU_POOL_BYTES, longest_blocks * bytes_per_block)
+    if platform == "cpu":
+        # The system would grant the pool and end the process once it is written to.
+        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        require(
+            pool_bytes < installed,
+            f"the KV pool of {pool_bytes / 2**30:.1f} GiB does not fit this machine's "
+            f"{installed / 2**30:.1f} GiB of memory; lower kv_cache_memory_bytes or max_model_len",
+        )
     num_blocks = pool_bytes // bytes_per_block
     require(
         num_blocks >= longest_blocks,

@@ -7,11 +7,13 @@ calls off. It decides nothing about memory or order: that is the step's (`engine
 import asyncio
 import dataclasses
 import logging
+import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helios_jax.cache.paged import KVScales
+from helios_jax.cache.paged import KVScales, block_bytes
 from helios_jax.config import ModelConfig, require
 from helios_jax.engine.config import EngineConfig, resolve_config
 from helios_jax.engine.programs import Programs
+from helios_jax.engine.recording import Recorder, StepInputs
 from helios_jax.engine.requests import (
     EngineError,
     EngineFull,
@@ -36,6 +39,7 @@ from helios_jax.engine.requests import (
     start_rows,
 )
 from helios_jax.engine.row_progress import RowProgress, logprobs_at
+from helios_jax.engine.saving import recording_header, restore_engine, save_engine
 from helios_jax.engine.state import (
     EngineState,
     RowOutputs,
@@ -109,6 +113,7 @@ class Engine:
       config: as given.
       scheduler_config, step_config: what followed from it.
       max_model_len: longest sequence.
+      snapshot_sha256: of the manifest that it was restored from; None if it started empty.
     """
 
     def __init__(
@@ -121,6 +126,7 @@ class Engine:
         urgency: Urgency = deadline,
         kv_scales: KVScales | None = None,
         seed: int | None = None,
+        record: str | os.PathLike | None = None,
     ):
         """
         Args:
@@ -131,16 +137,19 @@ class Engine:
           urgency: who goes first, see `scheduler.urgency`.
           kv_scales: of an 8-bit KV cache, float32 [L, K] each; None for 1.
           seed: makes the seeds of requests without one reproducible.
+          record: a new file for what `replay` needs to compute the run again; see `recording`.
 
         Raises:
-          ValueError: options that contradict each other or the model, or too little memory.
+          ValueError: options that contradict each other or the model, or too small a KV pool.
+          MemoryError: the device has no room for the KV pool; says what to lower.
         """
         self.config = config or EngineConfig()
         self.form = form
         self.tokenizer = tokenizer
         self.model_config = model_config
         self._urgency = urgency
-        self._scales = kv_scales
+        # Copies: the state, and so what is in it, is donated to every step.
+        self._scales = jax.tree.map(np.array, kv_scales)
         self._rng = np.random.default_rng(seed)
         self.scheduler_config, self.step_config = resolve_config(
             self.config, form.model.config, cache_dtype=form.cache_dtype
@@ -160,7 +169,12 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._totals: dict[str, float] = {}
+        self._num_visitors = 0
+        self._recorder: Recorder | None = None
+        self.snapshot_sha256: str | None = None
         self._start_over()
+        if record is not None:
+            self._recorder = Recorder(record, recording_header(self))
 
     # Requests in
 
@@ -284,6 +298,12 @@ class Engine:
             return bool(self._requests or self._called_off or self._in_flight)
 
     @property
+    def request_ids(self) -> list[int]:
+        """Requests in flight, in order of submission."""
+        with self._inbox:
+            return list(self._requests)
+
+    @property
     def num_programs(self) -> int:
         """Programs asked for so far; constant once the engine is warm."""
         return self._programs.num_programs
@@ -300,40 +320,64 @@ class Engine:
           EngineError: the step failed. All requests have ended with that error; the engine is empty
             and may be used again.
         """
+        return self._turn(launches=True)
+
+    def _turn(self, launches: bool) -> list[RequestUpdate]:
+        """Starts a step, or none, and reads those before it."""
         with self._stepping:
             try:
-                started = self._launch()
+                started = launches and self._launch()
                 news = []
                 while len(self._in_flight) > (1 if started else 0):
                     news += self._read(self._in_flight.popleft())
             except Exception as cause:
                 raise self._fail(cause) from cause
+            if self._recorder is not None and not self._in_flight:
+                self._recorder.flush()
             for request, update in news:
                 self._deliver(request, update)
             return [update for _, update in news]
 
     def _launch(self) -> bool:
         """Admits what is in the inbox and starts a step; False if no row is in the table."""
-        now = time.monotonic() - self._origin
+        now, rebase_seconds = time.monotonic() - self._origin, None
         if now > REBASE_SECONDS:
-            self._state = _rebase(self._state, jnp.float32(now))
             self._origin += now
-            now = 0.0
+            now, rebase_seconds = 0.0, now
         with self._inbox:
             arrived, self._arrived = list(self._arrived), deque()
             called_off, self._called_off = self._called_off, []
-            shapes = self._wanted_shapes
-        if shapes != self._shapes:
-            self._state = dataclasses.replace(
-                self._state,
-                sampling=widen_sampling(self.model_config, self._state.sampling, shapes),
-            )
-            self._shapes = shapes
-        self._admit(arrived, called_off)
-        if not self._live:
-            if called_off:
-                self._in_flight.append(_InFlight(self._end(None, None, None), 0))
-            return False
+            shapes = self._wanted_shapes if self._wanted_shapes != self._shapes else None
+        inputs = StepInputs(now, rebase_seconds, shapes, arrived, called_off)
+        self._prepare(inputs)
+        if self._live:
+            variants, rounds = self._choose()
+            inputs = inputs._replace(variants=variants, max_rounds=rounds)
+        outputs = self._compute(inputs)
+        if self._recorder is not None:
+            self._recorder.step(inputs, self._origin)
+        if outputs is not None:
+            chunk = inputs.variants and inputs.variants.chunk
+            self._in_flight.append(_InFlight(outputs, chunk.chunk_tokens if chunk else 0))
+        return inputs.variants is not None
+
+    def _prepare(self, inputs: StepInputs) -> None:
+        """What comes before the schedule: the clock, room for sampling parameters, admission."""
+        if inputs.rebase_seconds is not None:
+            self._state = _rebase(self._state, jnp.float32(inputs.rebase_seconds))
+        if inputs.shapes is not None:
+            self._widen(inputs.shapes)
+        self._admit(inputs.arrived, inputs.called_off)
+
+    def _widen(self, shapes: SamplingShapes) -> None:
+        sampling = widen_sampling(self.model_config, self._state.sampling, shapes)
+        self._state = _with_sampling(self._state, sampling)
+        self._shapes = shapes
+        with self._inbox:
+            self._wanted_shapes |= shapes
+
+    def _choose(self) -> tuple[StepVariants, int]:
+        """The variants of the next step, and its most rounds."""
         is_streamed = any(live.request.is_streamed for live in self._live.values())
         rounds = self.config.max_rounds
         if is_streamed:
@@ -346,10 +390,15 @@ class Engine:
             chunk_tokens_in_flight=sum(step.chunk_tokens for step in self._in_flight),
             num_pending_tokens=self._num_pending_tokens,
         )
-        outputs = self._start(variants, now, rounds)
-        chunk_tokens = variants.chunk.chunk_tokens if variants.chunk else 0
-        self._in_flight.append(_InFlight(outputs, chunk_tokens))
-        return True
+        for live in self._live.values():
+            live.row.is_new = False
+        return variants, rounds
+
+    def _compute(self, inputs: StepInputs) -> StepOutputs | None:
+        """Starts the step, or what ends requests that were called off; None for neither."""
+        if inputs.variants is not None:
+            return self._start(inputs.variants, inputs.now, inputs.max_rounds)
+        return self._end(None, None, None) if inputs.called_off else None
 
     def _start(self, variants: StepVariants, now: float, max_rounds: int) -> StepOutputs:
         """`engine_step`, a program after the other, none of which is waited for."""
@@ -420,15 +469,16 @@ class Engine:
             )  # fmt: skip
             self._answers.append((answer_N, len(taken)))
             for request, index in taken:
-                params = request.rows[index].row.params
-                assert params.max_tokens is not None, "limited when it was submitted"
-                self._live[request.row_ids[index]] = _Live(
-                    request, index,
-                    LiveRow(
-                        len(request.prompt_token_ids), params.max_tokens,
-                        params.logprobs, params.prompt_logprobs,
-                    ),
-                )  # fmt: skip
+                self._put_in_table(request, index)
+
+    def _put_in_table(self, request: EngineRequest, index: int) -> None:
+        params = request.rows[index].row.params
+        assert params.max_tokens is not None, "limited when it was submitted"
+        row = LiveRow(
+            len(request.prompt_token_ids), params.max_tokens, params.logprobs,
+            params.prompt_logprobs, num_seen=len(request.rows[index].token_ids),
+        )  # fmt: skip
+        self._live[request.row_ids[index]] = _Live(request, index, row)
 
     def _arrivals(self, taken, aborted: Sequence[int], number: int):
         longest = max((len(request.prompt_token_ids) for request, _ in taken), default=1)
@@ -519,6 +569,8 @@ class Engine:
                     self._called_off.append(int(row_id))
             if progress.finish_reason is not None:
                 del self._live[int(row_id)]
+                if self._recorder is not None:
+                    self._recorder.ended(int(row_id), len(progress.token_ids))
             if progress.new_token_ids or progress.finish_reason is not None:
                 news.append((live.request, self._update(live)))
         return news
@@ -571,10 +623,7 @@ class Engine:
         """An empty device state, and nothing in flight."""
         self._programs = Programs()
         self._wanted_shapes = self._shapes
-        self._state = init_state(
-            self.form.model.config, self.scheduler_config, self.step_config,
-            shapes=self._shapes, scales=self._scales,
-        )  # fmt: skip
+        self._state = self._empty_state()
         # What `plan_step` gives, for programs that are compiled before it has run.
         zero = jnp.int32(0)
         _, self._plan_shape = jax.eval_shape(
@@ -589,6 +638,22 @@ class Engine:
         self._last_counts: dict[str, int | float] = {}
         self._gauges: dict[str, int] = {}
 
+    def _empty_state(self) -> EngineState:
+        try:
+            return init_state(
+                self.form.model.config, self.scheduler_config, self.step_config,
+                shapes=self._shapes, scales=jax.tree.map(jnp.array, self._scales),
+            )  # fmt: skip
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            pool = self.step_config.num_blocks * block_bytes(self.form.model.config)
+            raise MemoryError(
+                f"the device has no {pool / 2**30:.1f} GiB left for the KV pool beside the "
+                "weights; lower kv_cache_memory_bytes, gpu_memory_utilization, max_model_len or "
+                f"max_num_rows, or serve fewer bytes of weights (dtype='int4'): {error}"
+            ) from error
+
     def _fail(self, cause: Exception) -> EngineError:
         """Ends all requests with the cause; the engine is empty afterwards."""
         error = EngineError(f"a step failed, and with it every request: {cause}")
@@ -599,12 +664,134 @@ class Engine:
             self._called_off.clear()
             self._num_rows = 0
         self._start_over()
+        if self._recorder is not None:
+            self._recorder.step(StepInputs(shapes=self._shapes, starts_over=True), self._origin)
         for request in requests:
             for index, row in enumerate(request.rows):
                 if row.finish_reason is None:
                     stream = StreamOutput("", [], "error")
                     self._deliver(request, RequestUpdate(request.request_id, index, stream, error))
         return error
+
+    # Saved engines and recorded runs
+
+    def save(self, folder: str | os.PathLike) -> list[RequestUpdate]:
+        """Writes the engine with all requests in flight into a new folder, and goes on.
+
+        `restore` makes an engine of it in which they go on with the same tokens. No step runs
+        meanwhile; the one in flight is read first. Not for an `on_update`.
+
+        Returns:
+          What was new in it, also given to each request's `on_update`, as of `step`.
+
+        Raises:
+          ValueError: something lies at `folder` already.
+          OSError: it cannot be written; there is no folder then.
+          EngineError: the step in flight failed, as in `step`.
+        """
+        with self._between_steps():
+            updates = self._turn(launches=False)
+            save_engine(self, folder)
+        return updates
+
+    @classmethod
+    def restore(
+        cls,
+        folder: str | os.PathLike,
+        form: Any,
+        tokenizer: Tokenizer,
+        *,
+        model_config: ModelConfig,
+        urgency: Urgency = deadline,
+        record: str | os.PathLike | None = None,
+    ) -> "Engine":
+        """An engine as `save` found it; its clock goes on from there.
+
+        Configuration and KV scales are the saved ones. Callbacks cannot be saved: what comes of the
+        requests in flight is what `step` returns, until `attach` or `follow` takes them up.
+
+        Args:
+          form, tokenizer, model_config: the model that the saved engine served.
+          urgency, record: as of a new engine.
+
+        Raises:
+          ValueError: the folder is not whole, or of another model or configuration; it names the
+            file or field, both values and the remedy.
+        """
+        engine = restore_engine(cls, folder, form, tokenizer, model_config, urgency)
+        if record is not None:
+            engine._recorder = Recorder(record, recording_header(engine))
+        return engine
+
+    def _take_back(self, request: EngineRequest, is_admitted: bool) -> None:
+        """Goes on with a saved request."""
+        with self._inbox:
+            self._requests[request.request_id] = request
+            self._num_rows += len(request.rows)
+            if not is_admitted:
+                self._wanted_shapes |= sampling_shapes(
+                    [request.rows[0].row.params], eos_token_ids=self.model_config.eos_token_ids
+                )
+                self._arrived.append(request)
+        for index, row in enumerate(request.rows if is_admitted else ()):
+            if row.finish_reason is None:
+                self._put_in_table(request, index)
+
+    def attach(self, request_id: int, on_update: Callable[[RequestUpdate], Any]) -> None:
+        """Takes up a request in flight, such as one of a restored engine.
+
+        Of each of its outputs `on_update` first gets all that there is so far in one update, then
+        what is new, as of `submit`; who got it before gets no more.
+
+        Raises:
+          ValueError: the request has ended, or never was.
+        """
+        with self._between_steps():
+            request = self._requests.get(request_id)
+            if request is None:
+                raise ValueError(
+                    f"request_id={request_id}: is not in flight; those are {self.request_ids}"
+                )
+            for index, row in enumerate(request.rows):
+                if row.token_ids or row.finish_reason is not None:
+                    stream = StreamOutput(row.text, list(row.token_ids), row.finish_reason)
+                    on_update(RequestUpdate(request_id, index, stream))
+            request.on_update = on_update
+
+    def stop_recording(self) -> None:
+        """Ends what `record` began, if it did, and closes the file."""
+        with self._between_steps():
+            recorder, self._recorder = self._recorder, None
+            if recorder is not None:
+                recorder.close()
+
+    def repeat_step(self, inputs: StepInputs) -> StepOutputs | None:
+        """Computes a recorded step, for `replay`: its outputs on the host, and nobody is told."""
+        # What was recorded counts from the origin of the device's clock.
+        self._origin = 0.0
+        if inputs.starts_over:
+            assert inputs.shapes is not None, "recorded with them"
+            self._shapes = inputs.shapes
+            self._start_over()
+            return None
+        self._prepare(inputs)
+        outputs = self._compute(inputs)
+        self._live.clear()
+        self._answers.clear()
+        return jax.device_get(outputs)
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Nobody steps inside; the stepping thread lets it in after its step."""
+        with self._inbox:
+            self._num_visitors += 1
+        try:
+            with self._stepping:
+                yield
+        finally:
+            with self._inbox:
+                self._num_visitors -= 1
+                self._inbox.notify_all()
 
     # What callers want
 
@@ -676,31 +863,49 @@ class Engine:
           ValueError, EngineFull: as `submit`.
           EngineError: while iterating, a step failed.
         """
-        _require_one(sampling)
+        _require_one(sampling.n if sampling else 1)
         updates: queue.SimpleQueue[RequestUpdate] = queue.SimpleQueue()
-        number = self.submit(prompt, sampling, on_update=updates.put, **targets)
+        return self._outputs(
+            self.submit(prompt, sampling, on_update=updates.put, **targets), updates
+        )
 
-        def outputs() -> Iterator[StreamOutput]:
-            try:
-                while True:
-                    update = self._wait(updates)
-                    if update is None:
-                        continue
-                    if update.error is not None:
-                        raise update.error
-                    yield update.stream
-                    if update.stream.finish_reason is not None:
-                        return
-            finally:
-                self.abort(number)
+    def follow(self, request_id: int) -> Iterator[StreamOutput]:
+        """`stream` for a request in flight (n = 1): what there is so far, then text as it comes.
 
-        return outputs()
+        It is taken up at the call, as by `attach`.
+
+        Raises:
+          ValueError: the request has ended or never was, or has several outputs.
+          EngineError: while iterating, a step failed.
+        """
+        with self._between_steps():
+            request = self._requests.get(request_id)
+            _require_one(len(request.rows) if request else 1)
+            updates: queue.SimpleQueue[RequestUpdate] = queue.SimpleQueue()
+            self.attach(request_id, updates.put)
+        return self._outputs(request_id, updates)
+
+    def _outputs(
+        self, request_id: int, updates: "queue.SimpleQueue[RequestUpdate]"
+    ) -> Iterator[StreamOutput]:
+        try:
+            while True:
+                update = self._wait(updates)
+                if update is None:
+                    continue
+                if update.error is not None:
+                    raise update.error
+                yield update.stream
+                if update.stream.finish_reason is not None:
+                    return
+        finally:
+            self.abort(request_id)
 
     async def async_stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **targets: Any
     ) -> AsyncIterator[StreamOutput]:
         """`stream` for an event loop; starts the stepping thread. Cancelling ends the request."""
-        _require_one(sampling)
+        _require_one(sampling.n if sampling else 1)
         self.start()
         loop = asyncio.get_running_loop()
         updates: asyncio.Queue[RequestUpdate] = asyncio.Queue()
@@ -787,7 +992,9 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._inbox:
-                self._inbox.wait_for(lambda: self._is_stopping or self.has_work)
+                self._inbox.wait_for(
+                    lambda: self._is_stopping or (self.has_work and not self._num_visitors)
+                )
                 if self._is_stopping:
                     self._thread = None
                     return
@@ -838,8 +1045,8 @@ def _with_sampling(state: EngineState, sampling: Any) -> EngineState:
     return dataclasses.replace(state, sampling=sampling)
 
 
-def _require_one(sampling: SamplingParams | None) -> None:
+def _require_one(num_outputs: int) -> None:
     require(
-        sampling is None or sampling.n == 1,
-        f"n={sampling.n if sampling else 1}: a stream has one output; use generate() for more",
+        num_outputs == 1,
+        f"n={num_outputs}: a stream has one output; use generate() for more",
     )

@@ -167,15 +167,18 @@ def start_rows(
         limited = limit_params(row, max_model_len)
         if limited.seed is None:
             limited = dataclasses.replace(limited, seed=int(rng.integers(2**63)))
-        row = row._replace(params=limited)
-        rows.append(
-            RowProgress(
-                row,
-                IncrementalDecoder(tokenizer, limited.skip_special_tokens, at_start=False),
-                StopStringMatcher(limited.stop, limited.include_stop_str_in_output),
-                eos_token_ids,
-            )
-        )
+        rows.append(start_row(row._replace(params=limited), tokenizer, eos_token_ids))
         if limited.prompt_logprobs is not None:
             rows[-1].prompt_logprobs = [None] * len(prompt_token_ids)
     return rows
+
+
+def start_row(row: Row, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> RowProgress:
+    """An output of which nothing is known yet."""
+    params = row.params
+    return RowProgress(
+        row,
+        IncrementalDecoder(tokenizer, params.skip_special_tokens, at_start=False),
+        StopStringMatcher(params.stop, params.include_stop_str_in_output),
+        eos_token_ids,
+    )

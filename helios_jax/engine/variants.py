@@ -24,6 +24,7 @@ class LiveRow:
     Attributes:
       num_prompt, max_tokens: as submitted.
       num_seen: output tokens that were read.
+      is_new: whether no step has been started since it entered the table.
       logprobs, prompt_logprobs: most probable tokens that the request wants reported, or None.
     """
 
@@ -32,6 +33,7 @@ class LiveRow:
     logprobs: int | None
     prompt_logprobs: int | None
     num_seen: int = 0
+    is_new: bool = True
 
 
 class StepVariants(NamedTuple):
@@ -94,7 +96,8 @@ def choose_variants(
             chunk_tokens=size_bucket(pending, MIN_CHUNK_TOKENS, 4, config.max_num_batched_tokens),
             num_prompt_logprobs=logprobs_bucket(row.prompt_logprobs for row in new),
         )
-    decodes = bool(started) or num_in_flight > 0 or chunk is None
+    # Rows that are all new get their first tokens before anybody waits for further ones.
+    decodes = chunk is None or bool(started) or not all(row.is_new for row in new)
     return StepVariants(chunk, rounds, decodes)
 
 

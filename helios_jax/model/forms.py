@@ -95,10 +95,10 @@ def serving_form(
 
 
 _DESCRIPTIONS = {
-    "float32": "float32 weights, activations and KV cache (reference mode)",
-    "bfloat16": "bfloat16 weights and KV cache",
-    "int8": "int8 weights for one or two rows, bfloat16 for more; bfloat16 KV cache",
-    "int4": "weights as stored (INT4), dequantised in the matmul; bfloat16 KV cache",
+    "float32": "float32 weights and activations (reference mode)",
+    "bfloat16": "bfloat16 weights",
+    "int8": "int8 weights for one or two rows, bfloat16 for more",
+    "int4": "weights as stored (INT4), dequantised in the matmul",
 }
 
 

@@ -27,6 +27,15 @@ from helios_jax.sampling.arrays import (
     stack_sampling,
 )
 from helios_jax.sampling.draw import sample, sample_tokens, uniforms
+from helios_jax.sampling.finish import (
+    FINISH_REASONS,
+    LENGTH,
+    NON_FINITE,
+    RUNNING,
+    STOP,
+    EndedRows,
+    end_rows,
+)
 from helios_jax.sampling.history import TokenCounts, TokenHistory, init_history, update_history
 from helios_jax.sampling.logprobs import (
     Logprobs,
@@ -49,12 +58,18 @@ from helios_jax.sampling.warp import (
 )
 
 __all__ = [
+    "EndedRows",
+    "FINISH_REASONS",
+    "LENGTH",
     "LogitBias",
     "Logprobs",
     "MAX_LOGPROBS",
     "MinTokens",
+    "NON_FINITE",
     "Penalties",
     "PositionRows",
+    "RUNNING",
+    "STOP",
     "SamplingArrays",
     "SamplingParams",
     "SamplingShapes",
@@ -64,6 +79,7 @@ __all__ = [
     "TopLogprobs",
     "adjust_logits",
     "chosen_logprobs",
+    "end_rows",
     "init_history",
     "init_logprobs",
     "is_finite",

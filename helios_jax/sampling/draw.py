@@ -37,7 +37,7 @@ def sample_tokens(
     return lax.cond(jnp.all(is_greedy(sampling)), first_argmax, draw, adjusted_BV)
 
 
-def uniforms(seed_B2: Array, position_B: Array, stream: int = 0) -> Array:
+def uniforms(seed_B2: Array, position_B: Array, stream: int | Array = 0) -> Array:
     """Two random numbers in [0, 1) for each row, float32 [B, 2], by seed and position alone.
 
     key = fold_in(fold_in(seed, position), stream), threefry: a row's numbers are the same alone and
@@ -46,7 +46,8 @@ def uniforms(seed_B2: Array, position_B: Array, stream: int = 0) -> Array:
     Args:
       seed_B2: uint32, high word first.
       position_B: int32, index of the token among the row's output tokens.
-      stream: which of several independent draws at one position; plain sampling is 0.
+      stream: which of several independent draws at one position; plain sampling is 0. A scalar
+        that may be traced.
     """
 
     def row(seed_2, position):

@@ -81,8 +81,8 @@ def llm(monkeypatch) -> FakeLLM:
     """What every verb gets instead of a loaded model."""
     fake = FakeLLM()
 
-    def load(model, dtype, max_model_len):
-        fake.loaded = (model, dtype, max_model_len)
+    def load(model, **loading):
+        fake.loaded = (model, loading)
         return fake
 
     monkeypatch.setattr(options, "load_llm", load)

@@ -15,7 +15,10 @@ def test_text_on_stdout_statistics_on_stderr(llm, helios):
     assert llm.prompts == ["<user>Hi"]
     assert err.startswith("[fake weights; prompt 8 tokens, first token ") and err.count("\n") == 1
     assert "; 2 tokens, " in err and err.endswith(" tokens/s]\n")
-    assert llm.loaded == ("smollm2-135m", "auto", None)
+    assert llm.loaded == (
+        "smollm2-135m",
+        dict(dtype="auto", max_model_len=None, kv_cache_dtype="auto", kv_watermark=4000),
+    )
 
 
 def test_defaults_are_reproducible(llm, helios):
@@ -25,14 +28,17 @@ def test_defaults_are_reproducible(llm, helios):
 
 def test_every_option_arrives(llm, helios):
     code, _, err = helios(
-        *"generate Hi -m m.gguf --dtype int8 --max-model-len 99 --max-tokens 7 --min-tokens 2 "
+        *"generate Hi -m m.gguf --dtype int8 --max-model-len 99 --kv-cache-dtype fp8_e4m3 "
+        "--kv-watermark 0 --max-tokens 7 --min-tokens 2 "
         "--temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 3 --stop a --stop b "
         "--ignore-eos --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty "
         "0.3".split()
     )
     assert code == 0, err
     params = llm.params
-    assert llm.loaded == ("m.gguf", "int8", 99)
+    assert llm.loaded == (
+        "m.gguf", dict(dtype="int8", max_model_len=99, kv_cache_dtype="fp8_e4m3", kv_watermark=0)
+    )  # fmt: skip
     assert (params.max_tokens, params.min_tokens, params.seed) == (7, 2, 3)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.05)
     assert tuple(params.stop) == ("a", "b") and params.ignore_eos

@@ -89,7 +89,7 @@ def endless_generate() -> subprocess.Popen:
         class Endless(FakeLLM):
             def stream(self, prompt, params):
                 return (StreamOutput("word\\n", [i], None) for i in itertools.count())
-        options.load_llm = lambda *_: Endless()
+        options.load_llm = lambda *_, **__: Endless()
         main.main(["generate", "Hi"])
     """)
     return subprocess.Popen(
@@ -126,7 +126,7 @@ def test_a_terminal_without_the_character_gets_a_question_mark():
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from conftest import FakeLLM
         from helios_jax.cli import main, options
-        options.load_llm = lambda *_: FakeLLM()
+        options.load_llm = lambda *_, **__: FakeLLM()
         main.main(["generate", "Hi", "--no-stats"])
     """)
     done = subprocess.run(

@@ -12,14 +12,7 @@ from helios_jax.engine import Engine, EngineConfig
 from helios_jax.sampling import SamplingParams, stack_sampling
 from tests import tiny
 
-# Few sizes, so that few programs are compiled: one chunk, rows 1 to 4, one context.
-CONFIG = EngineConfig(
-    max_model_len=192,
-    max_num_seqs=4,
-    max_num_rows=8,
-    max_num_batched_tokens=32,
-    kv_cache_memory_bytes=1 << 20,
-)
+CONFIG = EngineConfig(max_model_len=192, **tiny.ENGINE)
 
 
 @cache
@@ -29,7 +22,7 @@ def model():
     return llm._form, llm.tokenizer, llm.config
 
 
-def make_engine(form=None, seed: int = 0, **changes) -> Engine:
+def make_engine(form=None, seed: int = 0, record=None, **changes) -> Engine:
     default, tokenizer, config = model()
     return Engine(
         form or default,
@@ -37,6 +30,7 @@ def make_engine(form=None, seed: int = 0, **changes) -> Engine:
         model_config=config,
         config=dataclasses.replace(CONFIG, **changes),
         seed=seed,
+        record=record,
     )
 
 

@@ -417,12 +417,25 @@ def test_an_unread_stream_that_is_closed_ends_its_request(engine):
         (lambda e: make_engine(kv_cache_dtype="fp4"), "kv_cache_dtype='fp4': must be one of"),
         (lambda e: make_engine(kv_cache_memory_bytes=2000), "lower max_model_len, raise kv_cache"),
         (lambda e: make_engine(max_model_len=4096), "max_model_len=4096: must be in 2..512"),
+        (
+            lambda e: make_engine(kv_cache_memory_bytes=1 << 50),
+            "does not fit this machine's .* lower kv_cache_memory_bytes or max_model_len",
+        ),
     ],
 )
 def test_what_breaks_a_rule_is_refused_with_a_remedy(engine, call, message):
     with pytest.raises(ValueError, match=message):
         call(engine)
     assert not engine.has_work
+
+
+def test_a_device_without_room_for_the_pool_says_what_to_lower(monkeypatch):
+    def fail(*arguments, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr("helios_jax.engine.engine.init_state", fail)
+    with pytest.raises(MemoryError, match="lower kv_cache_memory_bytes.*RESOURCE_EXHAUSTED"):
+        make_engine()
 
 
 @pytest.mark.slow
