@@ -81,8 +81,8 @@ def test_rates_count_every_row_and_step():
 
 
 def test_helios_runs_exactly_the_steps_asked_for(monkeypatch):
-    llm = tiny.llm()
-    calls = []
+    llm = tiny.llm(enable_prefix_caching=False)
+    calls, loaded = [], []
     generate = llm.generate
 
     def spy(prompts, params):
@@ -92,9 +92,10 @@ def test_helios_runs_exactly_the_steps_asked_for(monkeypatch):
         return outputs
 
     monkeypatch.setattr(llm, "generate", spy)
-    monkeypatch.setattr(helios_jax, "load", lambda model, **options: llm)
+    monkeypatch.setattr(helios_jax, "load", lambda model, **options: loaded.append(options) or llm)
     job = SMALL.job(258) | {"model": "tiny", "dtype": "float32"}
     result = helios_worker.measure(job)
+    assert loaded == [{"dtype": "float32", "max_num_seqs": 2, "enable_prefix_caching": False}]
     # Each decode measurement has one further token, the prefill's; each shape is warmed up first.
     decodes = [([5], [7]), ([5], [7]), ([5, 5], [7, 7]), ([5, 5], [7, 7])]
     assert calls == decodes + [([16], [1])] * (1 + job["num_prefills"])

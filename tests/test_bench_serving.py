@@ -100,6 +100,11 @@ def row(measure: str, values: list, others: list, unit: str = "tokens/s", new: i
     }  # fmt: skip
 
 
+def made_up_peer(seconds: list[float]) -> dict:
+    times = {"total_seconds": seconds, "cpu_seconds": [3.0] * len(seconds)}
+    return {"versions": {"torch": "1"}, "weights": "dense"} | times
+
+
 def made_up() -> dict:
     """Two processes of two pairs each, and the peer's."""
     rows = [
@@ -108,7 +113,7 @@ def made_up() -> dict:
     ]  # fmt: skip
     ours = {"versions": {"jax": "0"}, "weights": "some", "rows": rows}
     # 2 requests of 3 tokens in 0.1 s: 60 tokens/s.
-    peer = {"versions": {"torch": "1"}, "weights": "dense", "total_seconds": [0.1, 0.1]}
+    peer = made_up_peer([0.1, 0.1])
     return report(SMALL, [ours, ours], [peer, peer])
 
 
@@ -123,7 +128,7 @@ def test_medians_of_pairs_are_judged_by_their_bars():
     assert rows["ttft"]["ratio"] == 0.75 and rows["ttft"]["is_met"]
     assert rows["prefix"]["ratio"] is None and not rows["prefix"]["is_met"]
     assert rows["peer"]["ratio"] == pytest.approx(70 / 60) and not rows["peer"]["is_met"]
-    assert rows["peer"]["cpu_ratio"] is None
+    assert rows["peer"]["cpu_ratio"] == 3
 
 
 def test_the_table_says_what_misses_its_bar():
@@ -150,7 +155,7 @@ def test_a_process_of_helios_then_one_of_the_peer(monkeypatch, tmp_path):
         asked.append((name, job["dtype"], [len(batch) for batch in job["decode_prompts"]]))
         lengths = {len(prompt) for batch in job["decode_prompts"] for prompt in batch}
         assert lengths == {5} and job["output_tokens"] == 3 - 1
-        return {"versions": {"torch": "1"}, "weights": "dense", "total_seconds": [1.0, 1.0]}
+        return made_up_peer([1.0, 1.0])
 
     class Checkpoint:
         config = tiny.config()

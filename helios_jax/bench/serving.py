@@ -97,7 +97,8 @@ def report(
         for row in beside:
             against = f"{_PEER}, {peers[0]['weights']}"
             row = {**row, "measure": "peer", "against": against, "others": rates}
-            rows.append({**row, "other_cpu_seconds": []})
+            cpu_seconds = [seconds for peer in peers for seconds in peer["cpu_seconds"]]
+            rows.append({**row, "other_cpu_seconds": cpu_seconds})
     return {
         "schema": 1,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

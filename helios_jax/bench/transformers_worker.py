@@ -65,10 +65,12 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         assert len(times) == num_tokens
         return times[0] - started, times[-1] - times[0]
 
-    decode_seconds, total_seconds = [], []
+    decode_seconds, total_seconds, cpu_seconds = [], [], []
     for prompts in job["decode_prompts"]:
         run(prompts, job["output_tokens"] + 1)
+        cpu_started = time.process_time()
         to_first, to_last = run(prompts, job["output_tokens"] + 1)
+        cpu_seconds.append(time.process_time() - cpu_started)
         decode_seconds.append(to_last)
         total_seconds.append(to_first + to_last)
     prefill = [job["prefill_prompt"]]
@@ -79,6 +81,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "weights": f"dense {job['dtype']}, sdpa attention",
         "decode_seconds": decode_seconds,
         "total_seconds": total_seconds,
+        "cpu_seconds": cpu_seconds,
         "prefill_seconds": statistics.median(prefill_seconds),
     }
 
