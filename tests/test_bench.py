@@ -11,7 +11,15 @@ import pytest
 from rich.console import Console
 
 import helios_jax
-from helios_jax.bench import cold_start, comparison, engines, helios_worker, machine, tables
+from helios_jax.bench import (
+    cold_start,
+    comparison,
+    engines,
+    helios_worker,
+    machine,
+    serving,
+    tables,
+)
 from helios_jax.bench.cold_start import CACHES, MEMORY, STAGES
 from helios_jax.bench.cold_start_worker import measure as measure_start
 from helios_jax.bench.engines import PEERS, Peer, check_peer, peer_checkpoint, run_worker
@@ -74,7 +82,7 @@ def test_rates_count_every_row_and_step():
 
 def test_helios_runs_exactly_the_steps_asked_for(monkeypatch):
     llm = tiny.llm(enable_prefix_caching=False)
-    calls = []
+    calls, loaded = [], []
     generate = llm.generate
 
     def spy(prompts, params):
@@ -84,10 +92,10 @@ def test_helios_runs_exactly_the_steps_asked_for(monkeypatch):
         return outputs
 
     monkeypatch.setattr(llm, "generate", spy)
-    loaded = []
     monkeypatch.setattr(helios_jax, "load", lambda model, **options: loaded.append(options) or llm)
     job = SMALL.job(258) | {"model": "tiny", "dtype": "float32"}
     result = helios_worker.measure(job)
+    assert loaded == [{"dtype": "float32", "max_num_seqs": 2, "enable_prefix_caching": False}]
     # Each decode measurement has one further token, the prefill's; each shape is warmed up first.
     decodes = [([5], [7]), ([5], [7]), ([5, 5], [7, 7]), ([5, 5], [7, 7])]
     assert calls == decodes + [([16], [1])] * (1 + job["num_prefills"])
@@ -255,6 +263,11 @@ def test_committed_results_say_where_they_come_from(path):
     assert report["machine"]["commit"] and report["machine"]["num_threads"]
     if "cold_start" in report:
         assert set(report["cold_start"]["medians"]) == set(CACHES)
+        return
+    if "serving" in report:
+        assert report["versions"]["helios"]["jax"] and report["serving"]
+        for row in report["serving"]:
+            assert serving.judged(row) == {key: row[key] for key in serving.judged(row)}
         return
     again = comparison.report(
         Workload(**report["workload"] | {"batch_sizes": tuple(report["workload"]["batch_sizes"])}),

@@ -22,7 +22,6 @@ ORDER = (
     ("speculative",),
     ("generation", "outputs"),
     ("engine",),
-    ("static_batch",),
     ("llm",),
     ("",),
     ("calibrate", "distill", "replay", "bench", "server"),

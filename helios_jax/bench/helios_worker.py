@@ -18,11 +18,13 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     first token's arrival on the host; decoding is timed from there, over exactly `output_tokens`
     steps. Everything has run once before, so nothing compiles.
     """
-    # The same prompts again and again: each prefill is to be computed.
+    # Prompts come twice, and are to be computed both times.
     llm = helios_jax.load(
-        job["model"], dtype=job["dtype"], max_num_seqs=max(map(len, job["decode_prompts"])),
+        job["model"],
+        dtype=job["dtype"],
+        max_num_seqs=max(map(len, job["decode_prompts"])),
         enable_prefix_caching=False,
-    )  # fmt: skip
+    )
 
     def run(prompts: list[list[int]], num_tokens: int):
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

@@ -73,6 +73,44 @@ def cold_start_table(report: Mapping[str, Any]) -> Table:
     return table
 
 
+def serving_table(report: Mapping[str, Any]) -> Table:
+    """A row per measurement: ours, what it is beside, the ratio and its bar."""
+    workload = report["workload"]
+    table = Table(
+        title=f"{workload['model']}, from submission to the last token: medians of "
+        f"{workload['pairs'] * workload['repeats']} pairs"
+    )
+    table.add_column("what is served")
+    table.add_column("engine", justify="right")
+    table.add_column("beside")
+    for title in ("", "ratio", "ratio of processor time", "bar"):
+        table.add_column(title, justify="right")
+    for row in report["serving"]:
+        unit = row["unit"]
+        cpu_ratio, other = row["cpu_ratio"], row["other_median"]
+        table.add_row(
+            row["name"] + (" (COMPILED WHILE TIMED)" if row["num_new_programs"] else ""),
+            _quantity(row["median"], unit),
+            row["against"],
+            "" if other is None else _quantity(other, unit),
+            "" if row["ratio"] is None else f"{row['ratio']:.2f}x",
+            "" if cpu_ratio is None else f"{cpu_ratio:.2f}x",
+            row["bar"] + ("" if row["is_met"] else ", MISSED"),
+        )
+    return table
+
+
+def describe_serving(report: Mapping[str, Any]) -> list[str]:
+    """Versions, and whether anything was compiled while it was timed."""
+    versions = [f"{name}: {_versions(found)}" for name, found in report["versions"].items()]
+    num_new = sum(row["num_new_programs"] for row in report["serving"])
+    return [*versions, report["weights"], f"programs compiled while timed: {num_new}"]
+
+
+def _quantity(value: float, unit: str) -> str:
+    return f"{value:.1%}" if unit == "share" else f"{value:.4g} {unit}"
+
+
 def _title(metric: str, prompt_tokens: int) -> str:
     phase, size = metric.split("_b")
     return f"prefill {prompt_tokens}" if phase == "prefill" else f"decode, batch {size}"

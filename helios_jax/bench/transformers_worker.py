@@ -65,10 +65,14 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         assert len(times) == num_tokens
         return times[0] - started, times[-1] - times[0]
 
-    decode_seconds = []
+    decode_seconds, total_seconds, cpu_seconds = [], [], []
     for prompts in job["decode_prompts"]:
         run(prompts, job["output_tokens"] + 1)
-        decode_seconds.append(run(prompts, job["output_tokens"] + 1)[1])
+        cpu_started = time.process_time()
+        to_first, to_last = run(prompts, job["output_tokens"] + 1)
+        cpu_seconds.append(time.process_time() - cpu_started)
+        decode_seconds.append(to_last)
+        total_seconds.append(to_first + to_last)
     prefill = [job["prefill_prompt"]]
     run(prefill, 1)
     prefill_seconds = [run(prefill, 1)[0] for _ in range(job["num_prefills"])]
@@ -76,6 +80,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
         "weights": f"dense {job['dtype']}, sdpa attention",
         "decode_seconds": decode_seconds,
+        "total_seconds": total_seconds,
+        "cpu_seconds": cpu_seconds,
         "prefill_seconds": statistics.median(prefill_seconds),
     }
 

@@ -14,10 +14,17 @@ app = typer.Typer(
     no_args_is_help=True,
 )  # fmt: skip
 
-
-@app.callback()
-def _bench() -> None:
-    """Verbs of `helios bench`; without this typer would drop the name of an only verb."""
+_PeerPython = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="A Python interpreter that has the peers, where this one has not.",
+    ),
+]
+_Seed = Annotated[int, typer.Option(help="Of the random prompts.")]
+_JsonPath = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the report there too.")
+]
 
 
 @app.command()
@@ -45,15 +52,9 @@ def generate(
     peer_dtype: Annotated[
         str, typer.Option(help="transformers' weights: bfloat16 or float32.")
     ] = "bfloat16",
-    peer_python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="A Python interpreter that has the peers, where this one has not.",
-        ),
-    ] = None,
+    peer_python: _PeerPython = None,
     repeats: Annotated[int, typer.Option(help="Processes per engine; the median counts.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+    seed: _Seed = 0,
     cold_start: Annotated[
         bool,
         typer.Option(
@@ -62,9 +63,7 @@ def generate(
             "cache and with a warm one, and their peak memory.",
         ),
     ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report there too.")
-    ] = None,
+    json_path: _JsonPath = None,
     debug: Debug = False,
 ) -> None:
     """Measure decode and prefill rates, with --against beside other engines.
@@ -76,8 +75,7 @@ def generate(
 
     from helios_jax.bench import Workload, compare, measure_cold_start, tables
 
-    if json_path is not None and not json_path.absolute().parent.is_dir():
-        raise ValueError(f"json={str(json_path)!r}: its folder must exist")
+    _check_folder(json_path)
     console = Console()
     status = Console(stderr=True).status("")
 
@@ -113,8 +111,7 @@ def generate(
                 seed=seed,
             )
             report = compare(workload, against or (), peer_python, show)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2) + "\n")
+    _write(report, json_path)
     if cold_start:
         console.print(tables.cold_start_table(report))
         console.print(report["cold_start"]["weights"], highlight=False)
@@ -123,3 +120,82 @@ def generate(
         for line in tables.describe_engines(report):
             console.print(line, highlight=False)
     console.print(tables.describe_machine(report["machine"]), highlight=False)
+
+
+@app.command()
+def serve(
+    model: options.Model = options.DEFAULT_MODEL,
+    dtype: options.Dtype = "auto",
+    part: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--part",
+            help="single (one request), batch (requests of one size), mix (of mixed lengths), "
+            "fairness (behind a long prompt, shared beginnings); repeatable. Default: all.",
+        ),
+    ] = None,
+    num_requests: Annotated[int, typer.Option(help="Of the part mix.")] = 64,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Their lengths: a trace of Azure (.csv) or Mooncake (.jsonl). Default: drawn.",
+        ),
+    ] = None,
+    trace_scale: Annotated[
+        float, typer.Option(help="What the trace's lengths are multiplied with.")
+    ] = 1.0,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", help="transformers: also the part batch, in its own process."),
+    ] = None,
+    peer_python: _PeerPython = None,
+    pairs: Annotated[
+        int, typer.Option(help="Measurements of each kind in a process; medians count.")
+    ] = 3,
+    repeats: Annotated[int, typer.Option(help="Processes.")] = 1,
+    seed: _Seed = 0,
+    json_path: _JsonPath = None,
+    debug: Debug = False,
+) -> None:
+    """Measure the serving engine beside the pure generate(), static batches and transformers.
+
+    Both take turns, from submission to the last token, warm. Prompts are random token ids, decoding
+    is greedy and goes on after the end-of-sequence token. Every row states its bar.
+    """
+    from rich.console import Console
+
+    from helios_jax.bench import ServingWorkload, measure_serving, tables
+    from helios_jax.bench.serving_workload import PARTS
+
+    _check_folder(json_path)
+    workload = ServingWorkload(
+        model=model,
+        dtype=dtype,
+        parts=tuple(part or PARTS),
+        mix_requests=num_requests,
+        trace=trace,
+        trace_scale=trace_scale,
+        pairs=pairs,
+        repeats=repeats,
+        seed=seed,
+    )
+    status = Console(stderr=True).status("")
+    with status:
+        report = measure_serving(workload, against, peer_python, status.update)
+    _write(report, json_path)
+    console = Console()
+    console.print(tables.serving_table(report))
+    for line in tables.describe_serving(report):
+        console.print(line, highlight=False)
+    console.print(tables.describe_machine(report["machine"]), highlight=False)
+
+
+def _check_folder(json_path: Path | None) -> None:
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise ValueError(f"json={str(json_path)!r}: its folder must exist")
+
+
+def _write(report: dict[str, Any], json_path: Path | None) -> None:
+    if json_path is not None:
+        json_path.write_text(json.dumps(report, indent=2) + "\n")

@@ -17,6 +17,8 @@ KV_CACHE_DTYPES = ("auto", *FORMATS)
 # On a CPU, unless one sequence of max_model_len needs more.
 DEFAULT_CPU_POOL_BYTES = 256 << 20
 _WIDE_DTYPE = "bfloat16"
+# A CPU computes at the same rate from here on, and pays for padding; a GPU reads the weights anew.
+_CPU_TILE_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class StepConfig:
       narrow_dtype, wide_dtype: KV formats of rows up to the watermark and beyond; equal where there
         is one.
       max_rounds: room for rounds in a step's outputs.
+      tile_tokens: how many of a prefill chunk's tokens are computed at a time.
       enable_prefix_caching, backend: see `EngineConfig`.
     """
 
@@ -92,6 +95,7 @@ class StepConfig:
     narrow_dtype: str
     wide_dtype: str
     max_rounds: int
+    tile_tokens: int
     enable_prefix_caching: bool
     backend: str | None
 
@@ -177,6 +181,7 @@ def resolve_config(
         narrow_dtype=narrow,
         wide_dtype=wide,
         max_rounds=config.max_rounds,
+        tile_tokens=_CPU_TILE_TOKENS if platform == "cpu" else scheduler.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         backend=config.backend,
     )

@@ -22,7 +22,7 @@ class Row(NamedTuple):
 
 @dataclass
 class RowProgress:
-    """What the host knows of a row; `run_batch` updates it in place and yields it.
+    """What the host knows of a row, updated in place.
 
     Attributes:
       new_text, new_token_ids: what the last call added.

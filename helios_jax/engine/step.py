@@ -312,18 +312,34 @@ def run_chunk(
     rows_B = jnp.where(fits_B, rows_B, -1)
     counts_B = jnp.where(fits_B, plan.chunk_counts_R[:B], 0)
     ends_B = jnp.cumsum(counts_B)
-    firsts_B = ends_B - counts_B
+    firsts_B, num_tokens = ends_B - counts_B, ends_B[-1]
     index_C = jnp.repeat(jnp.arange(B), counts_B, total_repeat_length=C)
     place_C = jnp.arange(C)
     tokens = _Tokens(
         rows_B, starts_B, firsts_B, counts_B, index_C,
-        starts_B[index_C] + place_C - firsts_B[index_C], place_C < ends_B[-1],
+        starts_B[index_C] + place_C - firsts_B[index_C], place_C < num_tokens,
     )  # fmt: skip
     through_B = fits_B & (counts_B == get_any(scheduler.num_pending_R, rows_B))
     sampling_B = _rows_of(state.sampling, rows_B)
+    # As many turns as the tokens there are need, so that room to spare costs little; and a loop,
+    # since under `cond` XLA copies the pools.
+    T = min(C, config.tile_tokens)
 
-    def run(work: _Work):
-        hidden_CD, pools = _hidden(served, state.scales, work, tokens, C, shape=(1, C))
+    def run_tile(i, carry: tuple[KVPools, Array]):
+        pools, hidden_CD = carry
+        tile = _tile(tokens, i * T, T)
+        hidden_TD, pools = _hidden(
+            served, state.scales, dataclasses.replace(work, pools=pools), tile, T, shape=(1, T)
+        )
+        return pools, lax.dynamic_update_slice(hidden_CD, hidden_TD, (i * T, 0))
+
+    # Of whole tiles: a slice that begins beyond the last one would be moved.
+    room = -(-C // T) * T
+    hidden_CD = jnp.zeros((room, model.config.hidden_size), model.dtype)
+    pools, hidden_CD = lax.fori_loop(0, -(-num_tokens // T), run_tile, (work.pools, hidden_CD))
+    work, hidden_CD = dataclasses.replace(work, pools=pools), hidden_CD[:C]
+
+    def draw(work: _Work):
         last_B = jnp.maximum(firsts_B + counts_B - 1, 0)
         logits_BV = _logits(served, hidden_CD[last_B])
         history = _history(served, work, rows_B, sampling_B)
@@ -335,9 +351,8 @@ def run_chunk(
         draws_B = fits_B & (through_B | is_bad_B)
         drawn_B1 = jnp.where(draws_B & ~is_bad_B, drawn_B, -1)[:, None]
         work, emitted_B1, _ = _emit(
-            dataclasses.replace(work, pools=pools), sampling_B, rows_B, drawn_B1,
-            draws_B.astype(jnp.int32), counts_B, now,
-        )  # fmt: skip
+            work, sampling_B, rows_B, drawn_B1, draws_B.astype(jnp.int32), counts_B, now
+        )
         logprobs = prompt = None
         if variant.num_logprobs is not None:
             scored = score_tokens(logits_BV, emitted_B1[:, 0], variant.num_logprobs)
@@ -356,10 +371,10 @@ def run_chunk(
             prompt = PromptLogprobs(none_C, none_C, none_C, empty)
         return work, jnp.full((B, 1), -1, jnp.int32), logprobs, prompt
 
-    num_tokens = ends_B[-1]
-    # A loop of no turn or one: under `cond` XLA copies the pools.
     turns = (num_tokens > 0).astype(jnp.int32)
-    work, emitted_B1, logprobs, prompt = lax.fori_loop(0, turns, lambda _, x: run(x[0]), skip(work))
+    work, emitted_B1, logprobs, prompt = lax.fori_loop(
+        0, turns, lambda _, x: draw(x[0]), skip(work)
+    )
     outputs = _outputs(work, rows_B, emitted_B1, logprobs)
     telemetry = dataclasses.replace(
         state.telemetry,
@@ -367,6 +382,24 @@ def run_chunk(
         num_output_tokens=state.telemetry.num_output_tokens + jnp.sum(emitted_B1 >= 0),
     )
     return _after(state, work, telemetry), outputs, prompt
+
+
+def _tile(tokens: _Tokens, first: Array, size: int) -> _Tokens:
+    """Those of the packed tokens that are in the `size` places from `first` on."""
+
+    begin_B = jnp.clip(first - tokens.firsts_B, 0, tokens.counts_B)
+    end_B = jnp.clip(first + size - tokens.firsts_B, 0, tokens.counts_B)
+    place_T = first + jnp.arange(size)
+    index_T = tokens.index_T.at[place_T].get(mode="clip")
+    return _Tokens(
+        rows_B=tokens.rows_B,
+        starts_B=tokens.starts_B + begin_B,
+        firsts_B=jnp.clip(tokens.firsts_B - first, 0, size),
+        counts_B=end_B - begin_B,
+        index_T=index_T,
+        position_T=tokens.position_T.at[place_T].get(mode="clip"),
+        is_token_T=tokens.is_token_T.at[place_T].get(mode="fill", fill_value=False),
+    )
 
 
 def _score_prompt(served: _Model, work: _Work, tokens: _Tokens, hidden_CD: Array) -> PromptLogprobs:
@@ -637,12 +670,15 @@ def _outputs(work: _Work, rows_B: Array, tokens_BN: Array, logprobs: Logprobs | 
 def end_step(state: EngineState, *, config: StepConfig) -> tuple[EngineState, StepSummary]:
     """Commits the step, and says what the host may know of the state."""
     scheduler = state.scheduler
-    # Failed rows leave before the commit: their blocks may hold NaN and must not be found again.
     failed_R = scheduler.is_running_R & (state.finish_reason_R == NON_FINITE)
-    scheduler = abort(scheduler, jnp.where(failed_R, scheduler.request_id_R, -1))
+    # The blocks of failed rows may hold NaN and must not be found.
+    num_hashed_R = jnp.where(failed_R, 0, scheduler.num_hashed_R)
+    scheduler = dataclasses.replace(scheduler, num_hashed_R=num_hashed_R)
     if config.enable_prefix_caching:
         scheduler = hash_outputs(scheduler, state.tokens_RS)
+    # Before failed rows are called off, since that frees the blocks of all that have finished.
     scheduler = commit(scheduler)
+    scheduler = abort(scheduler, jnp.where(failed_R, scheduler.request_id_R, -1))
     telemetry = dataclasses.replace(
         state.telemetry,
         num_steps=state.telemetry.num_steps + 1,

@@ -79,7 +79,7 @@ def choose_variants(
     num_rows = min(len(rows), config.max_num_seqs)
     rounds = Variant(
         num_rows=power_of_two(num_rows),
-        context_tokens=size_bucket(max(ends), MIN_CONTEXT_TOKENS, 2, config.max_model_len),
+        context_tokens=size_bucket(max(ends), MIN_CONTEXT_TOKENS, 4, config.max_model_len),
         has_narrow=any(row.num_prompt <= config.kv_watermark for row in rows),
         has_wide=any(end > config.kv_watermark for end in ends),
         num_logprobs=logprobs_bucket(row.logprobs for row in rows),

@@ -83,6 +83,9 @@ EDGES = (
     Case(1, 2, 64, ((150, 40),), sliding_window=20, kv_dtype="bfloat16"),
     Case(2, 3, 64, ((60, 5), (9, 2)), soft_cap=5.0),
     Case(2, 3, 64, ((60, 9), (12, 6), (9, 9)), tree=True),
+    # Contexts of several hundred keys, with what masks some of them.
+    Case(1, 2, 64, ((530, 5), (30, 2), (257, 1)), tree=True),
+    Case(1, 2, 64, ((530, 20), (300, 1)), sliding_window=290, kv_dtype="bfloat16"),
     # A table much wider than any row.
     Case(2, 3, 64, ((37, 1), (20, 1)), max_blocks=40),
 )

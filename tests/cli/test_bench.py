@@ -1,4 +1,4 @@
-"""Does `helios bench generate` hand its options on, print its table and write its file?"""
+"""Do `helios bench generate` and `serve` hand their options on, print tables and write files?"""
 
 import json
 
@@ -6,7 +6,9 @@ import pytest
 
 from helios_jax import bench
 from helios_jax.bench import comparison
+from helios_jax.bench.serving_workload import ServingWorkload
 from helios_jax.bench.workload import Workload
+from tests.test_bench_serving import made_up
 
 
 @pytest.fixture
@@ -67,3 +69,29 @@ def test_bad_options_end_before_anything_is_measured(asked, helios, arguments, m
     code, out, err = helios("bench", "generate", *arguments)
     assert (code, out) == (2, "") and message in err
     assert asked == []
+
+
+def test_serve_hands_its_options_on(monkeypatch, helios, tmp_path):
+    calls = []
+
+    def measure_serving(workload, against, peer_python, progress):
+        calls.append((workload, against, peer_python))
+        progress("helios")
+        return made_up() | {"machine": comparison.machine.describe()}
+
+    monkeypatch.setattr(bench, "measure_serving", measure_serving)
+    code, out, _ = helios(
+        "bench", "serve", "--model", "m", "--part", "batch", "--part", "mix", "--num-requests", "9",
+        "--trace", "t.csv", "--trace-scale", "0.5", "--against", "transformers", "--peer-python",
+        "/p", "--pairs", "2", "--repeats", "3", "--seed", "4", "--json", str(tmp_path / "r.json"),
+    )  # fmt: skip
+    assert code == 0 and "MISSED" in out and "threads" in out
+    asked = ServingWorkload(
+        "m", parts=("batch", "mix"), mix_requests=9, trace="t.csv", trace_scale=0.5, pairs=2,
+        repeats=3, seed=4,
+    )  # fmt: skip
+    assert calls == [(asked, "transformers", "/p")]
+    assert len(json.loads((tmp_path / "r.json").read_text())["serving"]) == 5
+    assert helios("bench", "serve")[0] == 0 and calls[1] == (ServingWorkload(), None, None)
+    code, out, err = helios("bench", "serve", "--pairs", "0")
+    assert (code, out) == (2, "") and "pairs=0" in err

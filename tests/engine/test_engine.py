@@ -141,6 +141,30 @@ def test_nothing_compiles_once_warm():
     assert engine.num_programs == num_programs and counts == []
 
 
+def test_what_a_request_of_one_token_leaves_is_found(engine):
+    """It ends in the step that computed its prompt; only the next prompt's end is computed."""
+    shared = np.random.default_rng(11).integers(0, 256, 64).tolist()
+    computed = []
+    for ending in ([1] * 5, [2] * 7):
+        before = engine.metrics().get("num_prefill_tokens", 0)
+        engine.generate([shared + ending], [dataclasses.replace(GREEDY, max_tokens=1)])
+        computed.append(engine.metrics()["num_prefill_tokens"] - before)
+    assert computed == [69, 7]
+
+
+def test_a_chunk_may_be_computed_in_tiles():
+    """Rows that begin and end within a tile, and a last tile that is not full."""
+    engine = make_engine(enable_prefix_caching=False)
+    engine.step_config = dataclasses.replace(engine.step_config, tile_tokens=12)
+    form, _, _ = model()
+    rule = EqualityRule(form.model, form.params)
+    work = prompts(7, 6)
+    outputs = engine.generate(work, [GREEDY] * len(work))
+    for prompt, output in zip(work, outputs, strict=True):
+        rule.compare(prompt, expected(prompt, GREEDY), output.outputs[0].token_ids)
+    rule.check()
+
+
 def test_an_abort_at_any_moment_frees_everything(engine):
     for steps in range(4):
         keep = engine.submit([1, 2, 3], GREEDY)

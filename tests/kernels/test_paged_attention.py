@@ -107,6 +107,17 @@ def test_edges(case, backend):
     check(*arguments(case), backend)
 
 
+def test_other_rows_lengths_do_not_change_a_rows_bits():
+    positional, keyword = arguments(
+        Case(1, 2, 64, ((700, 1), (600, 1), (500, 1)), kv_dtype="bfloat16", scales=False)
+    )
+    alone = run(positional, keyword, "xla")[1]
+    for lengths in ((1, 600, 500), (700, 600, 1), (300, 600, 300)):
+        context_len = np.array(lengths, np.int32)
+        changed = run((*positional[:4], context_len, *positional[5:]), keyword, "xla")
+        np.testing.assert_array_equal(changed[1], alone)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", shapes.SLOW_EDGES, ids=str)

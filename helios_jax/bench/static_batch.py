@@ -1,4 +1,4 @@
-"""How is one batch of requests run to its end? The host's loop around prefill and decode.
+"""How is one batch of requests run to its end? What the engine is measured beside.
 
 Device programs are compiled per bucket: rows and cached tokens in powers of two, prompt lengths in
 powers of two up to 512 and multiples of 512 beyond. A cache starts small and doubles when full.
@@ -18,8 +18,6 @@ from helios_jax.engine.row_progress import (
     Row,
     RowProgress,
     limit_params,
-    logprobs_at,
-    logprobs_bucket,
     power_of_two,
 )
 from helios_jax.generation import (
@@ -27,7 +25,6 @@ from helios_jax.generation import (
     RUNNING,
     STOP,
     GenerationState,
-    Logprobs,
     decode,
     prefill,
 )
@@ -39,9 +36,8 @@ MIN_PROMPT_BUCKET = 16
 MIN_SLOTS_BUCKET = 256
 # Room for a few stop ids in every program, so that one more of them compiles nothing.
 _COMMON_SHAPES = SamplingShapes(num_stop_ids=4)
-# Tokens between two looks at the output by the host, for a waiting caller and for a streaming one.
+# Tokens between two looks at the output by the host.
 STEPS_PER_CALL = 16
-STEPS_PER_STREAMED_CALL = 4
 
 
 def run_batch(
@@ -51,7 +47,6 @@ def run_batch(
     *,
     max_model_len: int,
     rng: np.random.Generator,
-    steps_per_call: int = STEPS_PER_CALL,
 ) -> Iterator[list[RowProgress]]:
     """Runs rows together; yields their progress after the prefill and after every few tokens.
 
@@ -87,7 +82,7 @@ def run_batch(
     longest = max(row.params.max_tokens or 0 for row in rows)
     num_slots = _slots_bucket(width + min(longest, MIN_SLOTS_BUCKET // 2))
     run = programs(jax.default_backend())
-    state, prompt_logprobs = run.prefill(
+    state, _ = run.prefill(
         form.model,
         form.params,
         tokens_BT,
@@ -95,13 +90,9 @@ def run_batch(
         sampling,
         num_slots=num_slots,
         max_new_tokens=num_slots,
-        num_logprobs=logprobs_bucket(row.params.logprobs for row in rows),
-        num_prompt_logprobs=logprobs_bucket(row.params.prompt_logprobs for row in rows),
         cache_dtype=form.cache_dtype,
     )
-    _read(tokenizer, state, progress, 0)
-    if prompt_logprobs is not None:
-        _read_prompt_logprobs(tokenizer, prompt_logprobs, progress)
+    _read(state, progress, 0)
     yield progress
     while any(row.finish_reason is None for row in progress):
         if int(state.cache.num_slots_used) == num_slots:
@@ -110,8 +101,8 @@ def run_batch(
         num_read = int(state.num_steps)
         stopped_B = np.zeros(len(lengths_B), bool)
         stopped_B[: len(rows)] = [row.finish_reason is not None for row in progress]
-        state = run.decode(form.model, form.params, sampling, state, stopped_B, steps_per_call)
-        _read(tokenizer, state, progress, num_read)
+        state = run.decode(form.model, form.params, sampling, state, stopped_B, STEPS_PER_CALL)
+        _read(state, progress, num_read)
         yield progress
 
 
@@ -127,7 +118,7 @@ class Programs(NamedTuple):
 def programs(platform: str) -> Programs:
     """`Programs` for a platform; on a CPU with the vector width that int8 rows want (1.4x)."""
     options = {"xla_cpu_prefer_vector_width": "512"} if platform == "cpu" else None
-    static = ("num_slots", "max_new_tokens", "num_logprobs", "num_prompt_logprobs", "cache_dtype")
+    static = ("num_slots", "max_new_tokens", "cache_dtype")
     return Programs(
         jax.jit(prefill, static_argnames=("model", *static), compiler_options=options),
         jax.jit(
@@ -163,44 +154,22 @@ def _slots_bucket(num_tokens: int) -> int:
     return max(MIN_SLOTS_BUCKET, power_of_two(num_tokens))
 
 
-def _read(
-    tokenizer: Tokenizer, state: GenerationState, progress: list[RowProgress], num_read: int
-) -> None:
+def _read(state: GenerationState, progress: list[RowProgress], num_read: int) -> None:
     """Hands the tokens after the first `num_read` to the rows, and the reasons for ending."""
-    tokens_BN, reason_B, logprobs = jax.device_get(
-        (state.tokens_BN, state.finish_reason_B, state.logprobs)
-    )
+    tokens_BN, reason_B = jax.device_get((state.tokens_BN, state.finish_reason_B))
     now = time.perf_counter()
     num_steps = int(state.num_steps)
     for i, row in enumerate(progress):
         row.new_text, row.new_token_ids = "", []
         if row.finish_reason is not None:
             continue
-        wanted = row.row.params.logprobs
         for j in range(num_read, num_steps):
             token = int(tokens_BN[i, j])
             if token < 0 or row.finish_reason is not None:
                 break
-            row.add(
-                token,
-                None if wanted is None else logprobs_at(tokenizer, logprobs, i, j, token, wanted),
-            )
+            row.add(token, None)
         if row.new_token_ids:
             row.first_token_seconds = row.first_token_seconds or now
             row.last_token_seconds = now
         if reason_B[i] != RUNNING:
             row.finish(FINISH_REASONS[int(reason_B[i])])
-
-
-def _read_prompt_logprobs(
-    tokenizer: Tokenizer, logprobs: Logprobs, progress: list[RowProgress]
-) -> None:
-    logprobs = jax.device_get(logprobs)
-    for i, row in enumerate(progress):
-        wanted = row.row.params.prompt_logprobs
-        if wanted is not None:
-            tokens = row.row.prompt_token_ids
-            row.prompt_logprobs = [None] + [
-                logprobs_at(tokenizer, logprobs, i, j - 1, tokens[j], wanted)
-                for j in range(1, len(tokens))
-            ]
