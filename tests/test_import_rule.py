@@ -24,7 +24,8 @@ ORDER = (
     ("engine",),
     ("llm",),
     ("",),
-    ("calibrate", "distill", "replay", "bench", "server"),
+    ("calibrate", "distill", "replay", "server"),
+    ("bench",),
     ("cli",),
 )
 RANKS = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
