@@ -357,6 +357,7 @@ def _sweep(pool: BlockPool, window: int) -> BlockPool:
     offset = pool.sweep_read + jnp.arange(min(window, ring_size), dtype=jnp.int32)
     slot_W = (pool.ring_head + offset) % ring_size
     blocks_W = jnp.where(offset < pool.ring_length, pool.ring_C[slot_W], -1)
+    # On a GPU XLA would read the queue again for the last writing, and keep a copy of it for that.
     blocks_W = lax.optimization_barrier(blocks_W)
     present_W = blocks_W >= 0
     target_W = (pool.ring_head + pool.sweep_write + ranks(present_W)) % ring_size
