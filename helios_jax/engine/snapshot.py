@@ -8,8 +8,8 @@
 `identity` says what it belongs to and `settings` how the engine was set up (`engine.identity`);
 `arrays` names the device's arrays with dtypes and shapes, `files` holds size and sha256 of every
 other file. Of KV pools (a draft model's too) only the blocks that somebody holds or may find again
-are kept; they leave the device and enter it in pieces that have one size. The folder appears complete or not at all; a save that was killed leaves a
-hidden one beside it that ends in .partial.
+are kept; they leave the device and enter it in pieces that have one size. The folder appears
+complete or not at all; a save that was killed leaves a hidden one beside it that ends in .partial.
 
 Measured for SmolLM2 in its int8 form on one core: an engine with 16 requests in flight and 44 MB of
 blocks in use is saved in 0.8 s and restored in 1.3 s, of which the sum of the parameters is 0.6 s;

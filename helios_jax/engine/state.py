@@ -224,7 +224,7 @@ def _init_speculation(
     speculation = config.speculation
     if speculation is None:
         return None
-    return SpeculationState(
+    state = SpeculationState(
         proposer=speculation.proposer.init_state(num_rows, config.num_blocks),
         controller=speculation.controller.init_state(num_rows),
         hidden_RD=jnp.zeros((num_rows, model.hidden_size), hidden_dtype),
@@ -232,6 +232,16 @@ def _init_speculation(
         speculates_R=jnp.zeros(num_rows, bool),
         telemetry=init_telemetry(speculation.max_num_draft_tokens),
     )
+    # An array that is in the state twice cannot be donated.
+    seen: set[int] = set()
+
+    def unshared(leaf: Array) -> Array:
+        if id(leaf) in seen:
+            return jnp.array(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(unshared, state)
 
 
 def init_sampling(model: ModelConfig, num_rows: int, shapes: SamplingShapes) -> SamplingArrays:
