@@ -22,7 +22,7 @@ ORDER = (
     ("speculative",),
     ("generation", "outputs"),
     ("engine",),
-    ("static_batch",),
+    ("static_batch", "speculative_config"),
     ("llm",),
     ("",),
     ("calibrate", "distill", "replay", "bench", "server"),
@@ -30,7 +30,7 @@ ORDER = (
 )
 RANKS = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
 # Where checkpoints are opened and converted, inside the functions that do so.
-OPENS_CHECKPOINTS = ("hub", "llm", "calibrate", "bench", "cli")
+OPENS_CHECKPOINTS = ("hub", "speculative_config", "llm", "calibrate", "bench", "cli")
 
 
 class Import(NamedTuple):
