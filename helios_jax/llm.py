@@ -19,6 +19,8 @@ from helios_jax.outputs import RequestOutput, StreamOutput
 from helios_jax.sampling import SamplingParams
 from helios_jax.scheduler import Urgency
 from helios_jax.scheduler.urgency import deadline
+from helios_jax.speculative import Speculation, SpeculationParams
+from helios_jax.speculative_config import load_speculation
 from helios_jax.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -33,6 +35,7 @@ def load(
     seed: int | None = None,
     urgency: Urgency = deadline,
     progress: Callable | None = None,
+    speculative_config: Mapping[str, Any] | None = None,
     **engine_options: Any,
 ) -> "LLM":
     """Loads a model, fetching and converting it on first use.
@@ -46,6 +49,8 @@ def load(
       seed: makes the seeds of requests without one reproducible.
       urgency: which request goes first, see `helios_jax.scheduler.urgency`.
       progress: see `helios_jax.hub.resolve`; by default a bar on a terminal.
+      speculative_config: who drafts, by vLLM's keys, see `helios_jax.speculative_config`; None for
+        nobody. (An object of your own goes to `speculation`, see `LLM`.)
       engine_options: `kv_cache_dtype`, `kv_watermark`, `kv_cache_memory_bytes`,
         `gpu_memory_utilization`, `max_num_batched_tokens`, `enable_prefix_caching` and the other
         fields of `helios_jax.engine.EngineConfig`.
@@ -62,6 +67,15 @@ def load(
     # A tokenizer may know of an end-of-sequence token that the configurations leave out.
     eos = dict.fromkeys((*checkpoint.config.eos_token_ids, *checkpoint.tokenizer.eos_token_ids))
     config = dataclasses.replace(checkpoint.config, eos_token_ids=tuple(eos))
+    if speculative_config is not None:
+        require(
+            "speculation" not in engine_options,
+            "speculative_config and speculation: must not both be given",
+        )
+        speculation, extra = load_speculation(
+            speculative_config, path, checkpoint.tokenizer, dtype, progress
+        )
+        engine_options |= {"speculation": speculation, "speculation_params": extra}
     return LLM(
         serving_form(config, read_params(checkpoint), dtype),
         checkpoint.tokenizer,
@@ -97,6 +111,8 @@ class LLM:
         max_num_seqs: int = 8,
         seed: int | None = None,
         urgency: Urgency = deadline,
+        speculation: Speculation | None = None,
+        speculation_params: SpeculationParams | None = None,
         **engine_options: Any,
     ):
         """
@@ -105,6 +121,7 @@ class LLM:
           tokenizer: text to token ids and back.
           config: the checkpoint's.
           max_model_len, max_num_seqs, seed, urgency, engine_options: see `load`.
+          speculation, speculation_params: see `Engine`.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -118,6 +135,8 @@ class LLM:
             ),
             urgency=urgency,
             seed=seed,
+            speculation=speculation,
+            speculation_params=speculation_params,
         )
         self.max_model_len = self.engine.max_model_len
         self.max_num_seqs = max_num_seqs

@@ -22,6 +22,7 @@ ORDER = (
     ("speculative",),
     ("generation", "outputs"),
     ("engine",),
+    ("speculative_config",),
     ("llm",),
     ("",),
     ("calibrate", "distill", "replay", "server"),
@@ -30,7 +31,7 @@ ORDER = (
 )
 RANKS = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
 # Where checkpoints are opened and converted, inside the functions that do so.
-OPENS_CHECKPOINTS = ("hub", "llm", "calibrate", "bench", "cli")
+OPENS_CHECKPOINTS = ("hub", "speculative_config", "llm", "calibrate", "bench", "cli")
 
 
 class Import(NamedTuple):

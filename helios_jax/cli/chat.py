@@ -18,6 +18,9 @@ def chat(
     max_model_len: options.MaxModelLen = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     kv_watermark: options.KvWatermark = 4000,
+    prompt_lookup: options.PromptLookup = None,
+    draft: options.DraftModel = None,
+    speculative_config: options.SpeculativeConfig = None,
     max_tokens: options.MaxTokens = 512,
     min_tokens: options.MinTokens = 0,
     temperature: options.Temperature = 0.0,
@@ -52,6 +55,7 @@ def chat(
     llm = options.load_llm(
         model, dtype=dtype, max_model_len=max_model_len,
         kv_cache_dtype=kv_cache_dtype, kv_watermark=kv_watermark,
+        **options.speculating(prompt_lookup, draft, speculative_config),
     )  # fmt: skip
     if llm.tokenizer.chat_template is None:
         raise ValueError(

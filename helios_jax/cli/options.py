@@ -5,6 +5,7 @@ where a person at a terminal wants something else than a server: temperature 0, 
 command prints the same text, and room for a whole answer.
 """
 
+import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -61,6 +62,27 @@ KvWatermark = Annotated[
     ),
 ]  # fmt: skip
 
+PromptLookup = Annotated[
+    int | None,
+    _option(
+        "--prompt-lookup", _LOADING,
+        "Speculate: draft this many tokens by looking up what followed in the text so far.",
+    ),
+]  # fmt: skip
+DraftModel = Annotated[
+    str | None,
+    _option(
+        "--draft", _LOADING, "Speculate: a smaller model of the same tokens drafts, 4 a round."
+    ),
+]
+SpeculativeConfig = Annotated[
+    str | None,
+    _option(
+        "--speculative-config", _LOADING,
+        'vLLM\'s JSON, such as {"model": "…", "num_speculative_tokens": 5}.',
+    ),
+]  # fmt: skip
+
 MaxTokens = Annotated[int, _option("--max-tokens", _SAMPLING, "Longest answer, in tokens.")]
 MinTokens = Annotated[int, _option("--min-tokens", _SAMPLING, "Shortest answer, in tokens.")]
 Temperature = Annotated[
@@ -94,6 +116,34 @@ def sampling_params(stop: list[str] | None, **options: Any) -> "SamplingParams":
     from helios_jax.sampling import SamplingParams
 
     return SamplingParams(stop=stop or [], **options)
+
+
+def speculating(
+    prompt_lookup: int | None, draft: str | None, speculative_config: str | None
+) -> dict[str, Any]:
+    """What the three options mean to `load_llm`; ValueError where they contradict each other."""
+    given = [name for name in (prompt_lookup, draft, speculative_config) if name is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"prompt_lookup={prompt_lookup}, draft={draft!r}, speculative_config="
+            f"{speculative_config!r}: one of them says who drafts; leave the others out"
+        )
+    if prompt_lookup is not None:
+        config: Any = {"method": "ngram", "num_speculative_tokens": prompt_lookup}
+    elif draft is not None:
+        config = {"model": draft}
+    elif speculative_config is not None:
+        try:
+            config = json.loads(speculative_config)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"speculative_config={speculative_config!r}: is not JSON: {error}"
+            ) from None
+        if not isinstance(config, dict):
+            raise ValueError(f"speculative_config={speculative_config!r}: must be a JSON object")
+    else:
+        return {}
+    return {"speculative_config": config}
 
 
 def load_llm(model: str, **loading: Any) -> Any:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from helios_jax.cache.paged import block_bytes
 from helios_jax.config import ModelConfig, require
 from helios_jax.scheduler import SchedulerConfig
+from helios_jax.speculative import Speculation
 from pallas_kernels.kv_format import FORMATS, format_of
 
 KV_CACHE_DTYPES = ("auto", *FORMATS)
@@ -85,9 +86,10 @@ class StepConfig:
       num_blocks: of the KV pool, a layer.
       narrow_dtype, wide_dtype: KV formats of rows up to the watermark and beyond; equal where there
         is one.
-      max_rounds: room for rounds in a step's outputs.
+      max_rounds: decode rounds of a step at most.
       tile_tokens: how many of a prefill chunk's tokens are computed at a time.
       enable_prefix_caching, backend: see `EngineConfig`.
+      speculation: None decodes plainly.
     """
 
     num_layers: int
@@ -98,6 +100,24 @@ class StepConfig:
     tile_tokens: int
     enable_prefix_caching: bool
     backend: str | None
+    speculation: Speculation | None = None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Of a row in a round, at most."""
+        return self.speculation.max_num_draft_tokens if self.speculation is not None else 0
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Output tokens of a row in a step's rounds, at most: a step ends with the round that
+        brings a row to `max_rounds` tokens."""
+        return self.max_rounds + self.num_draft_tokens
+
+    @property
+    def max_blocks_per_round(self) -> int:
+        """Blocks that a row may need for a round."""
+        # A row without drafts fills its last block before it needs another.
+        return 1 + math.ceil(self.num_draft_tokens / format_of(self.wide_dtype).tokens_per_block)
 
     @property
     def has_two_precisions(self) -> bool:
@@ -110,6 +130,7 @@ def resolve_config(
     *,
     cache_dtype: Any,
     memory_in_use_bytes: int = 0,
+    speculation: Speculation | None = None,
 ) -> tuple[SchedulerConfig, StepConfig]:
     """The scheduler's and the step's configuration.
 
@@ -118,6 +139,7 @@ def resolve_config(
       cache_dtype: of keys and values where `kv_cache_dtype` is "auto" and the platform a CPU.
       memory_in_use_bytes: what the process holds of the device already: weights, and the room that
         a step's temporaries need.
+      speculation: None for none. The KV pool's bytes are shared with its proposer's pools.
 
     Raises:
       ValueError: options contradict each other, or the KV pool would be too small for one sequence.
@@ -136,7 +158,7 @@ def resolve_config(
     has_two = format_of(narrow).bits == 8 and config.kv_watermark < max_model_len
     wide = _WIDE_DTYPE if has_two else narrow
     narrow_tokens, wide_tokens = (format_of(name).tokens_per_block for name in (narrow, wide))
-    bytes_per_block = block_bytes(model)
+    bytes_per_block = pool_block_bytes(model, speculation)
     longest_blocks = math.ceil(max_model_len / wide_tokens)
     pool_bytes = config.kv_cache_memory_bytes
     if pool_bytes is None and platform == "gpu":
@@ -170,6 +192,7 @@ def resolve_config(
         narrow_block_tokens=narrow_tokens,
         wide_block_tokens=wide_tokens,
         kv_watermark=config.kv_watermark if has_two else math.inf,
+        num_draft_tokens=speculation.max_num_draft_tokens if speculation is not None else 0,
         max_rounds=config.max_rounds,
         max_preemptions=config.max_preemptions,
         max_skips=config.max_skips,
@@ -184,8 +207,23 @@ def resolve_config(
         tile_tokens=_CPU_TILE_TOKENS if platform == "cpu" else scheduler.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         backend=config.backend,
+        speculation=speculation,
     )
     return scheduler, step
+
+
+def pool_block_bytes(model: ModelConfig, speculation: Speculation | None) -> int:
+    """Bytes of a block in all layers, with what the proposer keeps for it."""
+
+    if speculation is None:
+        return block_bytes(model)
+    proposer = speculation.proposer
+
+    def shared_bytes(num_blocks: int) -> int:
+        state = jax.eval_shape(lambda: proposer.init_state(1, num_blocks))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.shared))
+
+    return block_bytes(model) + shared_bytes(2) - shared_bytes(1)
 
 
 def _free_bytes(utilization: float, in_use_bytes: int) -> int:

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helios_jax.cache.paged import KVScales, block_bytes
+from helios_jax.cache.paged import KVScales
 from helios_jax.config import ModelConfig, require
-from helios_jax.engine.config import EngineConfig, resolve_config
+from helios_jax.engine.acceptance import acceptance_counts, acceptance_means
+from helios_jax.engine.config import EngineConfig, pool_block_bytes, resolve_config
 from helios_jax.engine.programs import Programs
 from helios_jax.engine.recording import Recorder, StepInputs
 from helios_jax.engine.requests import (
@@ -62,6 +63,15 @@ from helios_jax.sampling import (
 )
 from helios_jax.scheduler import ACCEPTED, Urgency, rebase
 from helios_jax.scheduler.urgency import deadline
+from helios_jax.speculative import (
+    AcceptanceReport,
+    AcceptanceTelemetry,
+    AdaptiveLength,
+    Speculation,
+    SpeculationParams,
+    measure_costs,
+    read_acceptance,
+)
 from helios_jax.tokenizer import Tokenizer
 
 _logger = logging.getLogger("helios_jax.engine")
@@ -112,6 +122,7 @@ class Engine:
     Attributes:
       config: as given.
       scheduler_config, step_config: what followed from it.
+      speculation_params: what goes with `step_config.speculation`, measured costs included.
       max_model_len: longest sequence.
       snapshot_sha256: of the manifest that it was restored from; None if it started empty.
     """
@@ -127,6 +138,8 @@ class Engine:
         kv_scales: KVScales | None = None,
         seed: int | None = None,
         record: str | os.PathLike | None = None,
+        speculation: Speculation | None = None,
+        speculation_params: SpeculationParams | None = None,
     ):
         """
         Args:
@@ -138,9 +151,14 @@ class Engine:
           kv_scales: of an 8-bit KV cache, float32 [L, K] each; None for 1.
           seed: makes the seeds of requests without one reproducible.
           record: a new file for what `replay` needs to compute the run again; see `recording`.
+          speculation: who drafts, and how much; None decodes plainly. See `helios_jax.speculative`.
+          speculation_params: the proposer's parameters, and the controller's costs; those of
+            `AdaptiveLength` are measured if they are not given, which takes as long as compiling
+            two passes.
 
         Raises:
-          ValueError: options that contradict each other or the model, or too small a KV pool.
+          ValueError: options that contradict each other or the model, a proposer that cannot draft
+            for it, or too small a KV pool.
           MemoryError: the device has no room for the KV pool; says what to lower.
         """
         self.config = config or EngineConfig()
@@ -151,11 +169,16 @@ class Engine:
         # Copies: the state, and so what is in it, is donated to every step.
         self._scales = jax.tree.map(np.array, kv_scales)
         self._rng = np.random.default_rng(seed)
+        if speculation is not None and speculation.max_num_draft_tokens == 0:
+            speculation = None
+        if speculation is not None:
+            speculation.proposer.check(form.model)
         self.scheduler_config, self.step_config = resolve_config(
-            self.config, form.model.config, cache_dtype=form.cache_dtype
+            self.config, form.model.config, cache_dtype=form.cache_dtype, speculation=speculation
         )
         # Of the stages that run no kernel, which engines of any backend share.
         self._bare_config = dataclasses.replace(self.step_config, backend=None)
+        self.speculation_params = self._with_costs(speculation_params or SpeculationParams())
         self.max_model_len = self.scheduler_config.max_model_len
         self._shapes = _COMMON_SHAPES | sampling_shapes(
             [SamplingParams()], eos_token_ids=model_config.eos_token_ids
@@ -178,6 +201,19 @@ class Engine:
         if record is not None:
             self._recorder = Recorder(record, recording_header(self))
 
+    def _with_costs(self, extra: SpeculationParams) -> SpeculationParams:
+        speculation = self.step_config.speculation
+        if speculation is None:
+            return SpeculationParams()
+        if extra.costs is None and isinstance(speculation.controller, AdaptiveLength):
+            costs = measure_costs(
+                (self.form.model, self.form.params), speculation, extra.proposer,
+                kv_dtype=self.step_config.narrow_dtype, backend=self.config.backend,
+            )  # fmt: skip
+            extra = extra._replace(costs=costs)
+        speculation.controller.check(extra.costs, speculation.max_num_draft_tokens)
+        return extra
+
     # Requests in
 
     def submit(
@@ -191,6 +227,7 @@ class Engine:
         tpot_target_seconds: float | None = None,
         on_update: Callable[[RequestUpdate], Any] | None = None,
         is_streamed: bool = True,
+        speculate: bool = True,
     ) -> int:
         """Puts a request in line and returns its number.
 
@@ -202,6 +239,7 @@ class Engine:
           ttft_target_seconds, tpot_target_seconds: to the first token, and for each later one.
           on_update: called by the stepping thread with whatever is new; must be quick.
           is_streamed: whether tokens are wanted as they come; False lets steps be longer.
+          speculate: False decodes this request plainly, whatever the engine's `speculation`.
 
         Raises:
           ValueError: an argument that breaks its rule; nothing was submitted.
@@ -213,7 +251,7 @@ class Engine:
         )
         targets = Targets(priority, deadline_seconds, ttft_target_seconds, tpot_target_seconds)
         self._check(params)
-        return self._enqueue(*checked, params, targets, on_update, is_streamed)
+        return self._enqueue(*checked, params, targets, on_update, is_streamed, speculate)
 
     def _check(self, params: SamplingParams) -> None:
         """ValueError where parameters do not fit the vocabulary or the table."""
@@ -236,6 +274,7 @@ class Engine:
         targets: Targets,
         on_update: Callable[[RequestUpdate], Any] | None,
         is_streamed: bool,
+        speculates: bool,
     ) -> int:
         """Puts a checked request in line; EngineFull if the table has no room."""
         needed = sampling_shapes([params.output(0)], eos_token_ids=self.model_config.eos_token_ids)
@@ -265,6 +304,7 @@ class Engine:
                 submitted_seconds=time.perf_counter(),
                 on_update=on_update,
                 is_streamed=is_streamed,
+                speculates=speculates,
             )
             self._wanted_shapes |= needed
             self._requests[request_id] = request
@@ -387,7 +427,7 @@ class Engine:
         variants = choose_variants(
             [live.row for live in self._live.values()],
             self.scheduler_config,
-            tokens_per_step=self.config.max_rounds,
+            tokens_per_step=self.step_config.max_step_tokens,
             num_in_flight=len(self._in_flight),
             chunk_tokens_in_flight=sum(step.chunk_tokens for step in self._in_flight),
             num_pending_tokens=self._num_pending_tokens,
@@ -427,8 +467,8 @@ class Engine:
         # Where none are decoded yet they will be next.
         key = (shapes, variants.rounds)
         programs.request(
-            "rounds", key, (params, self._state, *rest, jnp.int32(0)), variant=variants.rounds,
-            **model,
+            "rounds", key, (params, self._state, *rest, jnp.int32(0), self.speculation_params),
+            variant=variants.rounds, **model,
         )  # fmt: skip
 
         state, plan = programs.run("plan", None, (bare, *sizes), **policy)
@@ -442,7 +482,7 @@ class Engine:
         if variants.decodes:
             state, rounds = programs.run(
                 "rounds", (shapes, variants.rounds),
-                (params, state, plan, clock, jnp.int32(max_rounds)),
+                (params, state, plan, clock, jnp.int32(max_rounds), self.speculation_params),
                 variant=variants.rounds, **model,
             )  # fmt: skip
         self._state = state
@@ -516,6 +556,7 @@ class Engine:
             )
             # Their every position must be computed.
             np.asarray(arrivals.shares_prefix_N)[i] = params[i].prompt_logprobs is None
+            np.asarray(arrivals.speculates_N)[i] = request.speculates
         np.asarray(arrivals.abort_ids_A)[: len(aborted)] = aborted
         return arrivals
 
@@ -639,17 +680,25 @@ class Engine:
         self._num_pending_tokens = 0
         self._last_counts: dict[str, int | float] = {}
         self._gauges: dict[str, int] = {}
+        self._acceptance: AcceptanceTelemetry | None = None
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the KV pool, a proposer's included."""
+        config = self.step_config
+        return config.num_blocks * pool_block_bytes(self.form.model.config, config.speculation)
 
     def _empty_state(self) -> EngineState:
         try:
             return init_state(
                 self.form.model.config, self.scheduler_config, self.step_config,
                 shapes=self._shapes, scales=jax.tree.map(jnp.array, self._scales),
+                hidden_dtype=self.form.model.dtype,
             )  # fmt: skip
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            pool = self.step_config.num_blocks * block_bytes(self.form.model.config)
+            pool = self.pool_bytes
             raise MemoryError(
                 f"the device has no {pool / 2**30:.1f} GiB left for the KV pool beside the "
                 "weights; lower kv_cache_memory_bytes, gpu_memory_utilization, max_model_len or "
@@ -706,21 +755,27 @@ class Engine:
         model_config: ModelConfig,
         urgency: Urgency = deadline,
         record: str | os.PathLike | None = None,
+        speculation: Speculation | None = None,
+        speculation_params: SpeculationParams | None = None,
     ) -> "Engine":
         """An engine as `save` found it; its clock goes on from there.
 
-        Configuration and KV scales are the saved ones. Callbacks cannot be saved: what comes of the
-        requests in flight is what `step` returns, until `attach` or `follow` takes them up.
+        Configuration, KV scales and costs are the saved ones. Callbacks cannot be saved: what comes
+        of the requests in flight is what `step` returns, until `attach` or `follow` takes them up.
 
         Args:
           form, tokenizer, model_config: the model that the saved engine served.
           urgency, record: as of a new engine.
+          speculation, speculation_params: what it had.
 
         Raises:
           ValueError: the folder is not whole, or of another model or configuration; it names the
             file or field, both values and the remedy.
         """
-        engine = restore_engine(cls, folder, form, tokenizer, model_config, urgency)
+        engine = restore_engine(
+            cls, folder, form, tokenizer, model_config, urgency,
+            speculation, speculation_params or SpeculationParams(),
+        )  # fmt: skip
         if record is not None:
             engine._recorder = Recorder(record, recording_header(engine))
         return engine
@@ -803,6 +858,7 @@ class Engine:
         sampling: Sequence[SamplingParams],
         *,
         progress: Callable[[int], Any] | None = None,
+        speculate: bool = True,
         **targets: Any,
     ) -> list[RequestOutput]:
         """Completes every prompt; the outputs are in the prompts' order.
@@ -812,7 +868,7 @@ class Engine:
         Args:
           sampling: one per prompt.
           progress: called with the number of outputs that finished.
-          targets: as in `submit`, of each.
+          speculate, targets: as in `submit`, of each.
 
         Raises:
           ValueError: a prompt or parameters that break a rule; nothing has been generated then.
@@ -835,7 +891,9 @@ class Engine:
                 while waiting:
                     index, (text, ids, params) = waiting[0]
                     try:
-                        number = self._enqueue(text, ids, params, wanted, updates.put, False)
+                        number = self._enqueue(
+                            text, ids, params, wanted, updates.put, False, speculate
+                        )
                     except EngineFull:
                         break
                     numbers[number] = index
@@ -1016,6 +1074,11 @@ class Engine:
         num_migrations, num_recomputed_tokens, num_prefix_hit_tokens, num_refused, num_table_full,
         queue_seconds. State: num_waiting, num_running, num_used_blocks, num_blocks. Means:
         rounds_per_step, rows_per_round.
+
+        With speculation also the sums num_draft_tokens, num_accepted_tokens, num_verifications
+        (rows' rounds with drafts), num_drifts (falls of the acceptance, see `acceptance`), and, by
+        position in the draft, num_draft_tokens_at_0, num_accepted_tokens_at_0, …; the means
+        acceptance_rate, acceptance_length and acceptance_rate_at_0, …, 0 while nothing was drafted.
         """
         with self._inbox:
             metrics: dict[str, float] = {**self._totals, **self._gauges}
@@ -1023,14 +1086,26 @@ class Engine:
         steps, rounds = metrics.get("num_steps", 0), metrics.get("num_rounds", 0)
         metrics["rounds_per_step"] = rounds / steps if steps else 0.0
         metrics["rows_per_round"] = metrics.get("num_decode_rows", 0) / rounds if rounds else 0.0
+        if self.step_config.speculation is not None:
+            metrics |= acceptance_means(metrics, self.step_config.num_draft_tokens)
         return metrics
+
+    def acceptance(self) -> AcceptanceReport | None:
+        """How drafts were accepted, by position, temperature and context, as of the last step that
+        was read; None without speculation, or before a step was read."""
+        with self._inbox:
+            telemetry = self._acceptance
+        return None if telemetry is None else read_acceptance(telemetry)
 
     def _count(self, summary: StepSummary) -> None:
         counts: dict[str, int | float] = {}
         for part in (summary.telemetry, summary.counters):
             for item in dataclasses.fields(part):
                 counts[item.name] = np.asarray(getattr(part, item.name)).item()
+        if summary.acceptance is not None:
+            counts |= acceptance_counts(summary.acceptance)
         with self._inbox:
+            self._acceptance = summary.acceptance
             for name, count in counts.items():
                 added = count - self._last_counts.get(name, 0)
                 # Integers wrap on the device.

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +23,11 @@ from helios_jax.config import ModelConfig
 from helios_jax.engine.config import EngineConfig, StepConfig
 from helios_jax.sampling import SamplingShapes
 from helios_jax.scheduler import SchedulerConfig
+from helios_jax.speculative import CostTable, SpeculationParams
 from helios_jax.tokenizer import Tokenizer
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_FLAX_FIELDS = ("parent", "name")
 _REMEDIES = {
     "model_config": "use the model that it was made with",
     "weights": "load the model in the same form (dtype)",
@@ -33,6 +35,7 @@ _REMEDIES = {
     "tokenizer": "use the tokenizer that it was made with",
     "scheduler_config": "load the model in the same form (dtype), on the same kind of device",
     "step_config": "load the model in the same form (dtype), on the same kind of device",
+    "speculation": "give the same `speculation`, and the same draft model's parameters",
     "urgency": "give the same policy as `urgency`",
 }
 
@@ -43,12 +46,17 @@ def identity(
     model_config: ModelConfig,
     scheduler_config: SchedulerConfig,
     step_config: StepConfig,
+    proposer_params: Any = None,
 ) -> dict[str, Any]:
     """What must be equal for a state to mean the same.
 
     Args:
       form: a `ServingForm`.
+      proposer_params: what `step_config.speculation`'s proposer computes with.
     """
+    speculation = step_config.speculation
+    step = plain(dataclasses.replace(step_config, speculation=None))
+    del step["speculation"]
     return {
         "model_config": model_config.to_dict(),
         "weights": {
@@ -59,7 +67,10 @@ def identity(
         "parameters": parameters_sum(form.params),
         "tokenizer": tokenizer.fingerprint(),
         "scheduler_config": plain(scheduler_config),
-        "step_config": plain(step_config),
+        "step_config": step,
+        "speculation": None
+        if speculation is None
+        else {"static": described(speculation), "parameters": parameters_sum(proposer_params)},
     }
 
 
@@ -124,17 +135,37 @@ def plain(config: Any) -> dict[str, Any]:
     }
 
 
+def described(value: Any) -> Any:
+    """A static value as JSON has it, by content: types by their names, functions by theirs."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Where a Flax module hangs is no part of what it computes.
+        names = (field.name for field in dataclasses.fields(value))
+        fields = {
+            name: described(getattr(value, name)) for name in names if name not in _FLAX_FIELDS
+        }
+        return {"type": policy_name(type(value)), **fields}
+    if isinstance(value, (list, tuple)):
+        return [described(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return policy_name(value) if callable(value) else repr(value)
+
+
 class Settings(NamedTuple):
     """How an engine was set up, beside its model.
 
     config: with the KV pool as large as it was, whatever is free now.
     kv_scales: as `Engine` takes them.
     shapes: of the state's sampling parameters.
+    costs: leaves of `SpeculationParams.costs`, which may have been measured.
     """
 
     config: EngineConfig
     kv_scales: KVScales | None
     shapes: SamplingShapes
+    costs: Sequence[Any] = ()
 
 
 def settings_to_json(settings: Settings, pool_bytes: int) -> dict[str, Any]:
@@ -150,6 +181,10 @@ def settings_to_json(settings: Settings, pool_bytes: int) -> dict[str, Any]:
         if scales is None
         else {name: np.asarray(array).tolist() for name, array in scales._asdict().items()},
         "sampling_shapes": dataclasses.asdict(settings.shapes),
+        "speculation_costs": [
+            {"dtype": np.asarray(leaf).dtype.name, "values": np.asarray(leaf).tolist()}
+            for leaf in settings.costs
+        ],
     }
 
 
@@ -166,9 +201,22 @@ def settings_from_json(where: str, fields: dict[str, Any]) -> Settings:
         if scales is not None:
             scales = KVScales(**{name: jnp.asarray(x, jnp.float32) for name, x in scales.items()})
         shapes = SamplingShapes(**fields["sampling_shapes"])
-        return Settings(EngineConfig(**config), scales, shapes)
+        costs = [jnp.asarray(c["values"], c["dtype"]) for c in fields["speculation_costs"]]
+        return Settings(EngineConfig(**config), scales, shapes, costs)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: settings are not of this version: {error!r}") from None
+
+
+def with_saved_costs(settings: Settings, extra: SpeculationParams) -> SpeculationParams:
+    """`extra` with the costs that a saved or recorded engine had, measured ones too."""
+    given = extra.costs
+    if given is None:
+        # Those that an engine measures; without any, nothing needs them.
+        given = CostTable(*settings.costs) if len(settings.costs) == 2 else None
+    structure = jax.tree.structure(given)
+    if not settings.costs or structure.num_leaves != len(settings.costs):
+        return extra
+    return extra._replace(costs=jax.tree.unflatten(structure, settings.costs))
 
 
 def policy_name(urgency: Callable) -> str:

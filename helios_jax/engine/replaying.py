@@ -7,12 +7,13 @@ from typing import Any
 
 from helios_jax.config import ModelConfig, require
 from helios_jax.engine.engine import Engine
-from helios_jax.engine.identity import check_identity, settings_from_json
+from helios_jax.engine.identity import check_identity, settings_from_json, with_saved_costs
 from helios_jax.engine.recording import read_recording
 from helios_jax.engine.saving import recording_header
 from helios_jax.engine.state import StepOutputs
 from helios_jax.scheduler import Urgency
 from helios_jax.scheduler.urgency import deadline
+from helios_jax.speculative import Speculation, SpeculationParams
 from helios_jax.tokenizer import Tokenizer
 
 _logger = logging.getLogger("helios_jax.engine")
@@ -26,6 +27,8 @@ def replay(
     model_config: ModelConfig,
     urgency: Urgency = deadline,
     snapshot: str | os.PathLike | None = None,
+    speculation: Speculation | None = None,
+    speculation_params: SpeculationParams | None = None,
 ) -> Iterator[StepOutputs]:
     """Yields the outputs of each step of a recorded run, as numpy arrays, bit for bit as they were.
 
@@ -36,6 +39,7 @@ def replay(
       path: what `Engine(record=...)` wrote.
       form, tokenizer, model_config, urgency: as the recorded engine's.
       snapshot: the folder that the recorded engine was restored from, if it was.
+      speculation, speculation_params: the recorded engine's; its costs are in the recording.
 
     Raises:
       ValueError: when called, where the recording is of another model or policy or needs another
@@ -53,12 +57,16 @@ def replay(
         settings = settings_from_json(where, header.get("settings", {}))
         engine = Engine(
             form, tokenizer, model_config=model_config, config=settings.config, urgency=urgency,
-            kv_scales=settings.kv_scales,
+            kv_scales=settings.kv_scales, speculation=speculation,
+            speculation_params=with_saved_costs(
+                settings, speculation_params or SpeculationParams()
+            ),
         )  # fmt: skip
     else:
         engine = Engine.restore(
-            snapshot, form, tokenizer, model_config=model_config, urgency=urgency
-        )
+            snapshot, form, tokenizer, model_config=model_config, urgency=urgency,
+            speculation=speculation, speculation_params=speculation_params,
+        )  # fmt: skip
         require(
             engine.snapshot_sha256 == needed,
             f"snapshot={os.fspath(snapshot)!r}: is {engine.snapshot_sha256}, but {where} names "

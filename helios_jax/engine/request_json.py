@@ -42,6 +42,7 @@ def request_to_json(request: EngineRequest, origin: float) -> Json:
             if getattr(request.targets, name) != default
         },
         "is_streamed": request.is_streamed,
+        "speculates": request.speculates,
     }
 
 
@@ -72,6 +73,7 @@ def request_from_json(
         submitted_seconds=0.0,
         on_update=None,
         is_streamed=bool(fields["is_streamed"]),
+        speculates=bool(fields["speculates"]),
     )
 
 

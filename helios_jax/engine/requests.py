@@ -71,6 +71,7 @@ class EngineRequest:
       arrival_seconds: on `time.monotonic`'s clock; submitted_seconds: on `time.perf_counter`'s.
       on_update: called in the stepping thread.
       is_streamed: False where only the outcome is wanted.
+      speculates: False where it is decoded plainly.
     """
 
     request_id: int
@@ -83,6 +84,7 @@ class EngineRequest:
     submitted_seconds: float
     on_update: Callable[[RequestUpdate], Any] | None
     is_streamed: bool
+    speculates: bool = True
 
     def output(self) -> RequestOutput:
         """The outcome, once all rows have finished."""

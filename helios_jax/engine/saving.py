@@ -4,7 +4,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from helios_jax.cache.paged import block_bytes
+import jax
+
 from helios_jax.config import ModelConfig
 from helios_jax.engine.identity import (
     Settings,
@@ -14,6 +15,7 @@ from helios_jax.engine.identity import (
     settings_from_json,
     settings_to_json,
     versions,
+    with_saved_costs,
 )
 from helios_jax.engine.request_json import (
     Json,
@@ -24,6 +26,7 @@ from helios_jax.engine.request_json import (
 )
 from helios_jax.engine.snapshot import HOST, MANIFEST, read_snapshot, read_state, write_snapshot
 from helios_jax.scheduler import Urgency
+from helios_jax.speculative import Speculation, SpeculationParams
 from helios_jax.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -32,15 +35,15 @@ if TYPE_CHECKING:
 
 def describe(engine: "Engine") -> Json:
     """What computes, what it belongs to, and how it was set up."""
-    model = engine.form.model.config
-    settings = Settings(engine.config, engine._scales, engine._shapes)
+    extra = engine.speculation_params
+    settings = Settings(engine.config, engine._scales, engine._shapes, jax.tree.leaves(extra.costs))
     return {
         "versions": versions(),
         "identity": identity(
             engine.form, engine.tokenizer, engine.model_config,
-            engine.scheduler_config, engine.step_config,
+            engine.scheduler_config, engine.step_config, extra.proposer,
         ),
-        "settings": settings_to_json(settings, engine.step_config.num_blocks * block_bytes(model)),
+        "settings": settings_to_json(settings, engine.pool_bytes),
     }  # fmt: skip
 
 
@@ -67,6 +70,8 @@ def restore_engine(
     tokenizer: Tokenizer,
     model_config: ModelConfig,
     urgency: Urgency,
+    speculation: Speculation | None,
+    extra: SpeculationParams,
 ) -> "Engine":
     """See `Engine.restore`."""
     snapshot = read_snapshot(folder)
@@ -74,12 +79,15 @@ def restore_engine(
     settings = settings_from_json(where, snapshot.settings)
     engine = cls(
         form, tokenizer, model_config=model_config, config=settings.config, urgency=urgency,
-        kv_scales=settings.kv_scales,
+        kv_scales=settings.kv_scales, speculation=speculation,
+        speculation_params=with_saved_costs(settings, extra),
     )  # fmt: skip
     check_identity(where, snapshot.identity, describe(engine)["identity"])
     engine._widen(settings.shapes)
     engine._state = read_state(snapshot, engine._state)
     engine.snapshot_sha256 = snapshot.sha256
+    if engine._state.speculation is not None:
+        engine._acceptance = jax.device_get(engine._state.speculation.telemetry)
     try:
         _host_from_json(engine, snapshot.host)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

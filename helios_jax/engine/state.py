@@ -27,6 +27,7 @@ from helios_jax.scheduler import (
     init_requests,
     init_scheduler,
 )
+from helios_jax.speculative import AcceptanceTelemetry, ProposerState, init_telemetry
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +53,29 @@ class Telemetry:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class SpeculationState:
+    """What speculation remembers between steps.
+
+    Attributes:
+      proposer: `shared` is used by all rows (a draft model's KV pools, under the block ids of the
+        target's), `rows` has tables of R rows. A row that left its blocks is a row just begun.
+      controller: of R rows; outlives preemption.
+      hidden_RD: see `speculative.RoundRows`.
+      is_spoilt_R: bool, the row drafts nothing in its next round, see `SpeculativeState`.
+      speculates_R: bool, whether the request wants drafts at all.
+      telemetry: how drafts were accepted.
+    """
+
+    proposer: ProposerState
+    controller: Any
+    hidden_RD: Array
+    is_spoilt_R: Array
+    speculates_R: Array
+    telemetry: AcceptanceTelemetry
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class EngineState:
     """Everything that a step reads and writes; donated to it.
 
@@ -63,6 +87,7 @@ class EngineState:
       sampling: the rows' sampling parameters.
       finish_reason_R: int32, as in `generation.GenerationState`.
       telemetry: see there.
+      speculation: None where the engine does not speculate.
     """
 
     scheduler: SchedulerState
@@ -72,6 +97,7 @@ class EngineState:
     sampling: SamplingArrays
     finish_reason_R: Array
     telemetry: Telemetry
+    speculation: SpeculationState | None
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +110,7 @@ class Arrivals:
       tokens_NS: int32, prompts, padded at will.
       sampling: of N rows, with the parts and widths of the state's.
       shares_prefix_N: bool, whether the request may use and leave cached prefixes.
+      speculates_N: bool, whether the request wants drafts.
       abort_ids_A: int32, request ids, -1 padded; they are called off before the new ones enter.
     """
 
@@ -91,6 +118,7 @@ class Arrivals:
     tokens_NS: Array
     sampling: SamplingArrays
     shares_prefix_N: Array
+    speculates_N: Array
     abort_ids_A: Array
 
 
@@ -130,6 +158,7 @@ class StepSummary(NamedTuple):
       num_pending_tokens: tokens that running rows have yet to prefill.
       num_used_blocks: of the pool.
       counters, telemetry: the scheduler's and the engine's.
+      acceptance: of drafts; None where the engine does not speculate.
     """
 
     num_waiting: Array
@@ -138,6 +167,7 @@ class StepSummary(NamedTuple):
     num_used_blocks: Array
     counters: Counters
     telemetry: Telemetry
+    acceptance: AcceptanceTelemetry | None
 
 
 class StepOutputs(NamedTuple):
@@ -166,8 +196,13 @@ def init_state(
     *,
     shapes: SamplingShapes,
     scales: KVScales | None = None,
+    hidden_dtype: Any = jnp.float32,
 ) -> EngineState:
-    """An engine with nothing in it."""
+    """An engine with nothing in it.
+
+    Args:
+      hidden_dtype: of the model's activations; matters where `config` speculates.
+    """
     state = init_scheduler(scheduler)
     R = scheduler.max_num_rows
     zeros = {field.name: jnp.int32(0) for field in dataclasses.fields(Telemetry)}
@@ -179,7 +214,34 @@ def init_state(
         sampling=init_sampling(model, R, shapes),
         finish_reason_R=jnp.zeros(R, jnp.int32),
         telemetry=Telemetry(**zeros),
+        speculation=_init_speculation(model, R, config, hidden_dtype),
     )
+
+
+def _init_speculation(
+    model: ModelConfig, num_rows: int, config: StepConfig, hidden_dtype: Any
+) -> SpeculationState | None:
+    speculation = config.speculation
+    if speculation is None:
+        return None
+    state = SpeculationState(
+        proposer=speculation.proposer.init_state(num_rows, config.num_blocks),
+        controller=speculation.controller.init_state(num_rows),
+        hidden_RD=jnp.zeros((num_rows, model.hidden_size), hidden_dtype),
+        is_spoilt_R=jnp.zeros(num_rows, bool),
+        speculates_R=jnp.zeros(num_rows, bool),
+        telemetry=init_telemetry(speculation.max_num_draft_tokens),
+    )
+    # An array that is in the state twice cannot be donated.
+    seen: set[int] = set()
+
+    def unshared(leaf: Array) -> Array:
+        if id(leaf) in seen:
+            return jnp.array(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(unshared, state)
 
 
 def init_sampling(model: ModelConfig, num_rows: int, shapes: SamplingShapes) -> SamplingArrays:
@@ -223,5 +285,6 @@ def init_arrivals(
         tokens_NS=np.zeros((num_requests, num_tokens), np.int32),  # pyright: ignore[reportArgumentType]
         sampling=sampling,
         shares_prefix_N=np.ones(num_requests, bool),  # pyright: ignore[reportArgumentType]
+        speculates_N=np.ones(num_requests, bool),  # pyright: ignore[reportArgumentType]
         abort_ids_A=np.full(num_aborts, -1, np.int32),  # pyright: ignore[reportArgumentType]
     )

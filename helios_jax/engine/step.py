@@ -31,30 +31,44 @@ from helios_jax.cache.paged import (
     migrate_blocks,
 )
 from helios_jax.engine.config import StepConfig
+from helios_jax.engine.drafts import (
+    Drafting,
+    RoundInputs,
+    begin_rows,
+    choose_lengths,
+    draw,
+    draw_shortest,
+    forget_moved,
+    last_hidden,
+    learn,
+    propose,
+    put_rows,
+    rows_of,
+)
 from helios_jax.engine.state import (
     Arrivals,
     EngineState,
     PromptLogprobs,
     RowOutputs,
+    SpeculationState,
     StepOutputs,
     StepSummary,
     Telemetry,
 )
-from helios_jax.generation import LENGTH, NON_FINITE, RUNNING, STOP, score_hidden
+from helios_jax.generation import NON_FINITE, RUNNING, STOP, score_hidden
 from helios_jax.sampling import (
     Logprobs,
     SamplingArrays,
     TokenHistory,
+    end_rows,
     init_history,
     init_logprobs,
-    is_stop_token,
     sample_tokens,
     score_tokens,
     update_history,
 )
 from helios_jax.scheduler import (
     ACCEPTED,
-    FINISHED,
     Plan,
     SchedulerState,
     Urgency,
@@ -68,6 +82,7 @@ from helios_jax.scheduler import (
     submit,
 )
 from helios_jax.scheduler.urgency import deadline
+from helios_jax.speculative import PagedRows, RowTable, SpeculationParams
 from pallas_kernels.dispatch import preferring
 from pallas_kernels.kv_format import format_of
 
@@ -128,6 +143,7 @@ class _Work:
     pools: KVPools
     tokens_RS: Array
     finish_reason_R: Array
+    speculation: SpeculationState | None
 
 
 @jax.tree_util.register_dataclass
@@ -137,7 +153,7 @@ class _Rounds:
 
     Attributes:
       active_B: bool, rows that go on.
-      history: of the B rows.
+      history, drafting: of the B rows.
       tokens_BN, num_tokens_B, logprobs: the outputs so far.
       num_rounds, num_row_rounds: rounds, and rows that took part in them.
       is_over: whether the scheduler must act before another round.
@@ -146,6 +162,7 @@ class _Rounds:
     work: _Work
     active_B: Array
     history: TokenHistory | None
+    drafting: Drafting | None
     tokens_BN: Array
     num_tokens_B: Array
     logprobs: Logprobs | None
@@ -160,6 +177,7 @@ def engine_step(
     arrivals: Arrivals | None,
     now: Array,
     max_rounds: Array,
+    extra: SpeculationParams = SpeculationParams(),  # noqa: B008 (nothing mutable)
     *,
     model: Any,
     config: StepConfig,
@@ -177,6 +195,7 @@ def engine_step(
       arrivals: None where nothing did.
       now: float32 seconds, never less than before.
       max_rounds: int32, at most `config.max_rounds`.
+      extra: what goes with `config.speculation`.
       model: a `Transformer`; static like the rest below.
       chunk, rounds: None leaves them out of this step.
       urgency: the policy, see `scheduler.urgency`.
@@ -196,7 +215,7 @@ def engine_step(
         )
     if rounds is not None:
         state, round_rows = run_rounds(
-            params, state, plan, now, max_rounds, variant=rounds, **common
+            params, state, plan, now, max_rounds, extra, variant=rounds, **common
         )
     state, summary = end_step(state, config=config)
     return state, StepOutputs(answer_N, chunk_rows, round_rows, prompt_logprobs, summary)
@@ -235,6 +254,12 @@ def admit(
 
     width = min(arrivals.tokens_NS.shape[1], state.tokens_RS.shape[1])
     column = jnp.arange(width)
+    speculation = state.speculation
+    if speculation is not None:
+        assert config.speculation is not None, "the state was made for it"
+        speculation = begin_rows(
+            speculation, config.speculation, row_N, arrivals.speculates_N, taken_N
+        )
     rows = jnp.where(taken_N, row_N, state.tokens_RS.shape[0])[:, None]
     state = dataclasses.replace(
         state,
@@ -242,6 +267,7 @@ def admit(
         tokens_RS=state.tokens_RS.at[rows, column].set(arrivals.tokens_NS[:, :width], mode="drop"),
         sampling=jax.tree.map(put, state.sampling, arrivals.sampling),
         finish_reason_R=masked_set(state.finish_reason_R, row_N, RUNNING, taken_N),
+        speculation=speculation,
     )
     return state, answer_N
 
@@ -289,7 +315,11 @@ def plan_step(
             config.narrow_dtype, config.wide_dtype, state.scales,
         )  # fmt: skip
     scheduler = dataclasses.replace(scheduler, limits=limits)
-    return dataclasses.replace(state, scheduler=scheduler, pools=pools), plan
+    speculation = state.speculation
+    if speculation is not None:
+        speculation = forget_moved(speculation, state.scheduler, scheduler)
+    state = dataclasses.replace(state, scheduler=scheduler, pools=pools, speculation=speculation)
+    return state, plan
 
 
 def run_chunk(
@@ -302,7 +332,11 @@ def run_chunk(
     config: StepConfig,
     variant: Variant,
 ) -> tuple[EngineState, RowOutputs, PromptLogprobs | None]:
-    """Computes the planned chunk, and draws the next token of rows whose last known is in it."""
+    """Computes the planned chunk, and draws the next token of rows whose last known is in it.
+
+    Where the engine speculates, only a first token is drawn here: the rounds of a row that was
+    preempted go on where they were, lest a seeded row's drafts depend on what preempted it.
+    """
     served = _Model(model, params, config, variant)
     work = _work(state)
     B, C = variant.num_rows, variant.chunk_tokens
@@ -320,6 +354,9 @@ def run_chunk(
         starts_B[index_C] + place_C - firsts_B[index_C], place_C < num_tokens,
     )  # fmt: skip
     through_B = fits_B & (counts_B == get_any(scheduler.num_pending_R, rows_B))
+    resumes_B = jnp.zeros_like(through_B)
+    if config.speculation is not None:
+        resumes_B = through_B & (get_any(scheduler.num_output_R, rows_B) > 0)
     sampling_B = _rows_of(state.sampling, rows_B)
     # As many turns as the tokens there are need, so that room to spare costs little; and a loop,
     # since under `cond` XLA copies the pools.
@@ -348,11 +385,19 @@ def run_chunk(
         # Of each token, since 8-bit formats do not keep a NaN for the next token to see.
         is_bad_C = tokens.is_token_T & ~jnp.isfinite(jnp.sum(hidden_CD, -1, dtype=jnp.float32))
         is_bad_B = jnp.zeros(B, bool).at[index_C].max(is_bad_C)
-        draws_B = fits_B & (through_B | is_bad_B)
+        draws_B = fits_B & ((through_B & ~resumes_B) | is_bad_B)
         drawn_B1 = jnp.where(draws_B & ~is_bad_B, drawn_B, -1)[:, None]
         work, emitted_B1, _ = _emit(
-            work, sampling_B, rows_B, drawn_B1, draws_B.astype(jnp.int32), counts_B, now
+            work, sampling_B, rows_B, drawn_B1, draws_B.astype(jnp.int32), counts_B - resumes_B, now
         )
+        if work.speculation is not None:
+            drafting = rows_of(work.speculation, rows_B)
+            hidden_BD = last_hidden(
+                drafting.hidden_BD, hidden_CD[last_B][:, None], (emitted_B1[:, 0] >= 0).astype(int)
+            )
+            drafting = dataclasses.replace(drafting, hidden_BD=hidden_BD)
+            speculation = put_rows(work.speculation, rows_B, drafting)
+            work = dataclasses.replace(work, speculation=speculation)
         logprobs = prompt = None
         if variant.num_logprobs is not None:
             scored = score_tokens(logits_BV, emitted_B1[:, 0], variant.num_logprobs)
@@ -425,6 +470,7 @@ def run_rounds(
     plan: Plan,
     now: Array,
     max_rounds: Array,
+    extra: SpeculationParams = SpeculationParams(),  # noqa: B008 (nothing mutable)
     *,
     model: Any,
     config: StepConfig,
@@ -433,7 +479,7 @@ def run_rounds(
     """Decode rounds until the scheduler must act again.
 
     That is when a block is lacking, when a row has finished while others wait, after a single round
-    if there is prefill to do, or after `max_rounds`.
+    if there is prefill to do, after `max_rounds`, or when a row has got as many tokens.
     """
     served = _Model(model, params, config, variant)
     work = _work(state)
@@ -445,12 +491,13 @@ def run_rounds(
     max_rounds = jnp.minimum(max_rounds, jnp.where(prefills, 1, config.max_rounds))
     logprobs = None
     if variant.num_logprobs is not None:
-        logprobs = init_logprobs(len(rows_B), config.max_rounds, variant.num_logprobs)
+        logprobs = init_logprobs(len(rows_B), config.max_step_tokens, variant.num_logprobs)
     loop = _Rounds(
         work=work,
         active_B=rows_B >= 0,
         history=_history(served, work, rows_B, sampling_B),
-        tokens_BN=jnp.full((len(rows_B), config.max_rounds), -1, jnp.int32),
+        drafting=None if work.speculation is None else rows_of(work.speculation, rows_B),
+        tokens_BN=jnp.full((len(rows_B), config.max_step_tokens), -1, jnp.int32),
         num_tokens_B=jnp.zeros(len(rows_B), jnp.int32),
         logprobs=logprobs,
         num_rounds=jnp.int32(0),
@@ -459,12 +506,22 @@ def run_rounds(
     )
 
     def goes_on(loop: _Rounds) -> Array:
-        return (loop.num_rounds < max_rounds) & ~loop.is_over & jnp.any(loop.active_B)
+        goes_on = (loop.num_rounds < max_rounds) & ~loop.is_over & jnp.any(loop.active_B)
+        if config.speculation is not None:
+            goes_on &= jnp.all(~loop.active_B | (loop.num_tokens_B < max_rounds))
+        return goes_on
 
     def turn(loop: _Rounds) -> _Rounds:
-        return _round(served, state.scales, sampling_B, rows_B, plan.num_waiting, now, loop)
+        return _round(served, extra, state.scales, sampling_B, rows_B, plan.num_waiting, now, loop)
 
-    loop = lax.while_loop(goes_on, turn, loop)
+    # The proposer's pools must be carried once only.
+    bare = dataclasses.replace(work, speculation=None)
+    loop = lax.while_loop(goes_on, turn, dataclasses.replace(loop, work=bare))
+    if work.speculation is not None:
+        assert loop.drafting is not None, "it was given"
+        speculation = put_rows(work.speculation, rows_B, loop.drafting)
+        work = dataclasses.replace(loop.work, speculation=speculation)
+        loop = dataclasses.replace(loop, work=work)
     telemetry = dataclasses.replace(
         state.telemetry,
         num_rounds=state.telemetry.num_rounds + loop.num_rounds,
@@ -476,45 +533,79 @@ def run_rounds(
 
 
 def _round(
-    served: _Model, scales, sampling_B, rows_B: Array, num_waiting: Array, now: Array,
-    loop: _Rounds,
+    served: _Model, extra: SpeculationParams, scales, sampling_B, rows_B: Array, num_waiting: Array,
+    now: Array, loop: _Rounds,
 ) -> _Rounds:  # fmt: skip
-    """One token for every active row."""
-    work = loop.work
-    start_B = get_any(work.scheduler.num_computed_R, rows_B)
-    fits_B = loop.active_B & _fits(served, work.scheduler, rows_B, start_B + 1)
-    scheduler, granted_B = grow(work.scheduler, jnp.where(fits_B, rows_B, -1), start_B + 1, 1)
-    work = dataclasses.replace(work, scheduler=scheduler)
-    live_B = jnp.where(granted_B, rows_B, -1)
+    """One token for every active row, and those of its draft that are accepted."""
+    work, drafting, config = loop.work, loop.drafting, served.config
+    speculation = config.speculation
     B = len(rows_B)
-    ones_B = granted_B.astype(jnp.int32)
-    tokens = _Tokens(live_B, start_B, jnp.arange(B), ones_B, jnp.arange(B), start_B, granted_B)
-    hidden_BD, pools = _hidden(served, scales, work, tokens, 1, shape=(B, 1))
-    work = dataclasses.replace(work, pools=pools)
-    logits_BV = _logits(served, hidden_BD)
-    num_output_B = get_any(scheduler.num_output_R, rows_B)
-    drawn_B = sample_tokens(logits_BV, sampling_B, loop.history, num_output_B)
-    drawn_B1 = jnp.where(granted_B, drawn_B, -1)[:, None]
-    work, emitted_B1, num_emitted_B = _emit(work, sampling_B, live_B, drawn_B1, ones_B, ones_B, now)
+    start_B = get_any(work.scheduler.num_computed_R, rows_B)
+    wanted_B = jnp.int32(0)
+    if drafting is not None and speculation is not None:
+        room_B = get_any(work.scheduler.max_known_R, rows_B) - start_B - 1
+        wanted_B = choose_lengths(speculation, extra, drafting, room_B)
+    end_B = start_B + 1 + wanted_B
+    fits_B = loop.active_B & _fits(served, work.scheduler, rows_B, end_B)
+    scheduler, granted_B = grow(
+        work.scheduler, jnp.where(fits_B, rows_B, -1), end_B, config.max_blocks_per_round
+    )
+    inputs = RoundInputs(
+        kv=_paged_rows(served, scheduler, scales, rows_B),
+        last_B1=work.tokens_RS.at[jnp.maximum(rows_B, 0), start_B].get(mode="clip")[:, None],
+        start_B=start_B,
+        takes_part_B=granted_B,
+        sampling=sampling_B,
+        history=loop.history,
+        num_output_B=get_any(scheduler.num_output_R, rows_B),
+    )
+    target = (served.model, served.params)
+    num_logprobs = served.variant.num_logprobs
+    with preferring(config.backend):
+        if drafting is None or speculation is None:
+            drawn = draw(target, work.pools, inputs, None, num_logprobs=num_logprobs)
+        else:
+            draft, drafting = propose(
+                speculation, extra, drafting, inputs, _known_tokens(served, work, rows_B),
+                jnp.where(granted_B, wanted_B, 0), served.model.config.vocab_size,
+            )  # fmt: skip
+            pass_over = partial(
+                draw, target, inputs=inputs, rule=speculation.rule, num_logprobs=num_logprobs
+            )
+            drawn = draw_shortest(
+                speculation, work.pools, draft, lambda pools, draft: pass_over(pools, draft=draft)
+            )
+    work = dataclasses.replace(work, scheduler=scheduler, pools=drawn.pools)
+    work, emitted_BT, num_emitted_B = _emit(
+        work, sampling_B, jnp.where(granted_B, rows_B, -1), drawn.tokens_BT, drawn.num_tokens_B,
+        drawn.num_tokens_B, now,
+    )  # fmt: skip
+    if drafting is not None and speculation is not None:
+        drafting = learn(speculation, extra, drafting, inputs, drawn, num_emitted_B)
     ended_B = granted_B & (get_any(work.finish_reason_R, rows_B) != RUNNING)
+    row_B1, N = jnp.arange(B)[:, None], loop.tokens_BN.shape[1]
+    history, is_emitted_BT = loop.history, emitted_BT >= 0
+    place_T = jnp.arange(emitted_BT.shape[1])
+    column_BT = jnp.where(is_emitted_BT, loop.num_tokens_B[:, None] + place_T, N)
     logprobs = loop.logprobs
     if logprobs is not None:
-        scored = score_tokens(logits_BV, emitted_B1[:, 0], logprobs.top_BNK.shape[-1])
         logprobs = jax.tree.map(
-            lambda buffer, new: buffer.at[jnp.arange(B), loop.num_tokens_B].set(new, mode="drop"),
-            logprobs, scored,
+            lambda buffer, new: buffer.at[row_B1, column_BT].set(new, mode="drop"),
+            logprobs, drawn.logprobs,
         )  # fmt: skip
-    column_B1 = jnp.where(emitted_B1 >= 0, loop.num_tokens_B[:, None], loop.tokens_BN.shape[1])
+    for t in range(len(place_T) if history is not None else 0):
+        history = update_history(history, emitted_BT[:, t], is_emitted_BT[:, t])
     lacks = jnp.any(loop.active_B & ~granted_B)
     return _Rounds(
         work=work,
         active_B=granted_B & ~ended_B,
-        history=update_history(loop.history, emitted_B1[:, 0], granted_B),
-        tokens_BN=loop.tokens_BN.at[jnp.arange(B)[:, None], column_B1].set(emitted_B1, mode="drop"),
+        history=history,
+        drafting=drafting,
+        tokens_BN=loop.tokens_BN.at[row_B1, column_BT].set(emitted_BT, mode="drop"),
         num_tokens_B=loop.num_tokens_B + num_emitted_B,
         logprobs=logprobs,
         num_rounds=loop.num_rounds + 1,
-        num_row_rounds=loop.num_row_rounds + jnp.sum(ones_B),
+        num_row_rounds=loop.num_row_rounds + jnp.sum(granted_B, dtype=jnp.int32),
         is_over=lacks | (jnp.any(ended_B) & (num_waiting > 0)),
     )
 
@@ -553,20 +644,9 @@ def _hidden(
 
 def _row_blocks(served: _Model, scheduler: SchedulerState, scales: KVScales | None, tokens):
     """`RowBlocks` of each precision that the variant has."""
-    config, variant = served.config, served.variant
-    named_B = tokens.rows_B >= 0
-    rows_B = jnp.maximum(tokens.rows_B, 0)
-    is_wide_B = scheduler.is_wide_R[rows_B]
-    precisions = [(False, config.narrow_dtype)]
-    if config.has_two_precisions:
-        present = (variant.has_narrow, variant.has_wide)
-        precisions = [(False, config.narrow_dtype), (True, config.wide_dtype)]
-        precisions = [pair for pair, there in zip(precisions, present, strict=True) if there]
-    for is_wide, kv_dtype in precisions:
-        block_tokens = format_of(kv_dtype).tokens_per_block
-        mine_B = named_B & (is_wide_B == is_wide) if config.has_two_precisions else named_B
-        width = math.ceil(variant.context_tokens / block_tokens)
-        table_BM = scheduler.block_table_RM[rows_B, :width]
+    for table in _row_tables(served, scheduler, tokens.rows_B):
+        block_tokens = format_of(table.kv_dtype).tokens_per_block
+        table_BM, mine_B = table.block_table_BM, table.is_mine_B
         block_T = table_BM.at[tokens.index_T, tokens.position_T // block_tokens].get(mode="clip")
         slot_T = block_T * block_tokens + tokens.position_T % block_tokens
         writes_T = tokens.is_token_T & mine_B[tokens.index_T]
@@ -576,9 +656,32 @@ def _row_blocks(served: _Model, scheduler: SchedulerState, scales: KVScales | No
             query_start_B=tokens.firsts_B.astype(jnp.int32),
             query_len_B=jnp.where(mine_B, tokens.counts_B, 0),
             slot_T=jnp.where(writes_T, slot_T, -1),
-            scales=scales if format_of(kv_dtype).bits == 8 else None,
-            kv_dtype=kv_dtype,
+            scales=scales if format_of(table.kv_dtype).bits == 8 else None,
+            kv_dtype=table.kv_dtype,
         )
+
+
+def _row_tables(served: _Model, scheduler: SchedulerState, rows_B: Array):
+    """`RowTable` of each precision that the variant has."""
+    config, variant = served.config, served.variant
+    named_B = rows_B >= 0
+    rows_B = jnp.maximum(rows_B, 0)
+    is_wide_B = scheduler.is_wide_R[rows_B]
+    precisions = [(False, config.narrow_dtype)]
+    if config.has_two_precisions:
+        present = (variant.has_narrow, variant.has_wide)
+        precisions = [(False, config.narrow_dtype), (True, config.wide_dtype)]
+        precisions = [pair for pair, there in zip(precisions, present, strict=True) if there]
+    for is_wide, kv_dtype in precisions:
+        mine_B = named_B & (is_wide_B == is_wide) if config.has_two_precisions else named_B
+        width = math.ceil(variant.context_tokens / format_of(kv_dtype).tokens_per_block)
+        yield RowTable(scheduler.block_table_RM[rows_B, :width], mine_B, kv_dtype)
+
+
+def _paged_rows(served: _Model, scheduler: SchedulerState, scales, rows_B: Array) -> PagedRows:
+    config = served.config
+    tables = tuple(_row_tables(served, scheduler, rows_B))
+    return PagedRows(tables, scales, num_blocks=config.num_blocks, backend=config.backend)
 
 
 def _logits(served: _Model, hidden_BD: Array) -> Array:
@@ -593,14 +696,19 @@ def _rows_of(sampling: SamplingArrays, rows_B: Array) -> SamplingArrays:
 def _history(served: _Model, work: _Work, rows_B: Array, sampling_B) -> TokenHistory | None:
     """What filters need of the rows' tokens, from the table: rows come and go between steps."""
     scheduler = work.scheduler
-    width = min(served.variant.context_tokens, work.tokens_RS.shape[1])
     return init_history(
-        work.tokens_RS[jnp.maximum(rows_B, 0), :width],
+        _known_tokens(served, work, rows_B),
         get_any(scheduler.num_prompt_R, rows_B),
         sampling_B,
         vocab_size=served.model.config.vocab_size,
         lengths_B=get_any(scheduler.num_known_R, rows_B),
     )
+
+
+def _known_tokens(served: _Model, work: _Work, rows_B: Array) -> Array:
+    """Prompt and output of the rows, int32 [B, S], as far as the variant has room."""
+    width = min(served.variant.context_tokens, work.tokens_RS.shape[1])
+    return work.tokens_RS[jnp.maximum(rows_B, 0), :width]
 
 
 def _emit(
@@ -609,9 +717,9 @@ def _emit(
 ) -> tuple[_Work, Array, Array]:  # fmt: skip
     """Adds drawn tokens to their rows and ends rows where they end.
 
-    A row ends with the first token that stops it, or at its maximum length; what was drawn after
-    that is dropped. A token of -1 among those drawn is a failure: the row ends without tokens, and
-    without the KV entries of this pass.
+    Which of them count is `sampling.end_rows`' decision. A row that fails was drawn nothing else: a
+    round in which a draft met a NaN is asked again without drafts. It ends without the KV entries
+    of this pass.
 
     Args:
       rows_B: int32, -1 for none.
@@ -622,39 +730,31 @@ def _emit(
       The work, the tokens that were added [B, T] (-1 elsewhere), and their number.
     """
     scheduler = work.scheduler
-    T = drawn_BT.shape[1]
     named_B = rows_B >= 0
-    place_T = jnp.arange(T)
-    is_drawn_BT = named_B[:, None] & (place_T < num_drawn_B[:, None])
-    failed_B = jnp.any(is_drawn_BT & (drawn_BT < 0), axis=1)
+    num_drawn_B = jnp.where(named_B, num_drawn_B, 0)
     known_B = get_any(scheduler.num_known_R, rows_B)
     room_B = get_any(scheduler.max_known_R, rows_B) - known_B
-    stops_BT = jax.vmap(partial(is_stop_token, sampling_B), in_axes=1, out_axes=1)(drawn_BT)
-    stopped_before_BT = jnp.cumsum(stops_BT, axis=1) - stops_BT > 0
-    kept_BT = is_drawn_BT & ~failed_B[:, None] & ~stopped_before_BT
-    kept_BT &= place_T < room_B[:, None]
-    num_kept_B = jnp.sum(kept_BT, axis=1, dtype=jnp.int32)
-    is_stopped_B = jnp.any(kept_BT & stops_BT, axis=1)
-    num_dropped_B = jnp.where(named_B, num_drawn_B, 0) - num_kept_B
-    emitted_BT = jnp.where(kept_BT, drawn_BT, -1)
-
+    ended = end_rows(drawn_BT, num_drawn_B, sampling_B, room_B)
+    num_kept_B, reason_B = ended.num_tokens_B, ended.finish_reason_B
     R, S = work.tokens_RS.shape
     row_B1 = jnp.where(named_B, rows_B, R)[:, None]
-    column_BT = jnp.where(kept_BT, known_B[:, None] + place_T, S)
-    tokens_RS = work.tokens_RS.at[row_B1, column_BT].set(emitted_BT, mode="drop")
+    place_T = jnp.arange(drawn_BT.shape[1])
+    column_BT = jnp.where(place_T < num_kept_B[:, None], known_B[:, None] + place_T, S)
     scheduler = advance(
         scheduler,
-        jnp.where(failed_B, -1, rows_B),
-        num_computed_B - num_dropped_B,
+        jnp.where(reason_B == NON_FINITE, -1, rows_B),
+        num_computed_B - (num_drawn_B - num_kept_B),
         num_kept_B,
-        is_stopped_B,
+        reason_B == STOP,
         now,
     )
-    is_finished_B = get_any(scheduler.status_R, rows_B) == FINISHED
-    reason_B = jnp.where(is_stopped_B, STOP, jnp.where(is_finished_B, LENGTH, RUNNING))
-    reason_B = jnp.where(failed_B, NON_FINITE, reason_B)
-    finish_reason_R = masked_set(work.finish_reason_R, rows_B, reason_B, named_B)
-    return _Work(scheduler, work.pools, tokens_RS, finish_reason_R), emitted_BT, num_kept_B
+    work = dataclasses.replace(
+        work,
+        scheduler=scheduler,
+        tokens_RS=work.tokens_RS.at[row_B1, column_BT].set(ended.tokens_BT, mode="drop"),
+        finish_reason_R=masked_set(work.finish_reason_R, rows_B, reason_B, named_B),
+    )
+    return work, ended.tokens_BT, num_kept_B
 
 
 def _outputs(work: _Work, rows_B: Array, tokens_BN: Array, logprobs: Logprobs | None):
@@ -693,12 +793,14 @@ def end_step(state: EngineState, *, config: StepConfig) -> tuple[EngineState, St
         num_used_blocks=scheduler.pool.num_blocks - scheduler.pool.num_free,
         counters=scheduler.counters,
         telemetry=telemetry,
+        acceptance=None if state.speculation is None else state.speculation.telemetry,
     )
     return dataclasses.replace(state, scheduler=scheduler, telemetry=telemetry), summary
 
 
 def _work(state: EngineState) -> _Work:
-    return _Work(state.scheduler, state.pools, state.tokens_RS, state.finish_reason_R)
+    changed = (field.name for field in dataclasses.fields(_Work))
+    return _Work(**{name: getattr(state, name) for name in changed})
 
 
 def _after(state: EngineState, work: _Work, telemetry: Telemetry) -> EngineState:

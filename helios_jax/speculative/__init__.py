@@ -34,6 +34,7 @@ from helios_jax.speculative.controller import (
     assumed_costs,
     expected_tokens,
 )
+from helios_jax.speculative.costs import measure_costs
 from helios_jax.speculative.draft_model import DraftModel
 from helios_jax.speculative.drafting import draw_drafts
 from helios_jax.speculative.generation import (
@@ -94,6 +95,7 @@ __all__ = [
     "draw_drafts",
     "expected_tokens",
     "init_telemetry",
+    "measure_costs",
     "no_draft",
     "only_tokens",
     "private_rows",

@@ -61,6 +61,9 @@ class Speculation:
     Attributes:
       proposer: see `proposer`.
       max_num_draft_tokens: room in a round, J; 0 is plain decoding.
+      intermediate_lengths: between 0 and J, ascending. An engine compiles a pass over no drafts and
+        one over J, and one for each of these; a round takes the shortest that holds its longest
+        draft. Worth it where a pass costs what its tokens cost (a CPU) and drafts differ in length.
       controller: see `controller`.
       rule: see `acceptance`.
     """
@@ -69,6 +72,7 @@ class Speculation:
     max_num_draft_tokens: int = 4
     controller: Any = FixedLength()
     rule: AcceptanceRule = accept
+    intermediate_lengths: tuple[int, ...] = ()
 
     def __post_init__(self):
         require(
@@ -76,6 +80,17 @@ class Speculation:
             f"max_num_draft_tokens={self.max_num_draft_tokens!r}: must be an integer >= 0; 0 does "
             "not speculate",
         )
+        lengths = self.pass_lengths
+        require(
+            self.intermediate_lengths == () or list(lengths) == sorted(set(lengths)),
+            f"intermediate_lengths={self.intermediate_lengths}: must ascend, between 0 and "
+            f"max_num_draft_tokens={self.max_num_draft_tokens}",
+        )
+
+    @property
+    def pass_lengths(self) -> tuple[int, ...]:
+        """Draft tokens that there are passes for."""
+        return (0, *self.intermediate_lengths, self.max_num_draft_tokens)
 
 
 class SpeculationParams(NamedTuple):

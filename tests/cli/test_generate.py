@@ -46,6 +46,21 @@ def test_every_option_arrives(llm, helios):
     assert params.frequency_penalty == 0.3
 
 
+@pytest.mark.parametrize("verb", ["generate Hi", "chat"])
+@pytest.mark.parametrize(
+    "option, config",
+    [
+        ("--prompt-lookup=5", {"method": "ngram", "num_speculative_tokens": 5}),
+        ("--draft=small", {"model": "small"}),
+        ('--speculative-config={"model":"m"}', {"model": "m"}),
+    ],
+)
+def test_who_drafts(llm, helios, verb, option, config):
+    code, _, err = helios(*verb.split(), option)
+    assert code == 0, err
+    assert llm.loaded[1]["speculative_config"] == config
+
+
 def test_raw_and_models_without_a_template(llm, helios):
     helios("generate", "Hi", "--raw")
     llm.tokenizer.chat_template = None
@@ -106,6 +121,9 @@ def test_an_answer_that_was_cut_says_so(llm, helios):
         (["Hi", "--max-tokens", "-5"], "max_tokens="),
         (["Hi", "--max-tokens", "many"], "'--max-tokens'"),
         (["Hi", "--n", "2"], "n=2"),
+        (["Hi", "--prompt-lookup", "4", "--draft", "d"], "leave the others out"),
+        (["Hi", "--speculative-config", "{"], "is not JSON"),
+        (["Hi", "--speculative-config", "4"], "must be a JSON object"),
         (["Hi", "--logprobs", "2"], "add --json"),
         (["Hi", "--no-such-option"], "--no-such-option"),
         ([], "Missing argument 'prompt'"),

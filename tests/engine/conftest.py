@@ -22,7 +22,9 @@ def model():
     return llm._form, llm.tokenizer, llm.config
 
 
-def make_engine(form=None, seed: int = 0, record=None, **changes) -> Engine:
+def make_engine(
+    form=None, seed: int = 0, record=None, speculation=None, extra=None, **changes
+) -> Engine:
     default, tokenizer, config = model()
     return Engine(
         form or default,
@@ -31,6 +33,8 @@ def make_engine(form=None, seed: int = 0, record=None, **changes) -> Engine:
         config=dataclasses.replace(CONFIG, **changes),
         seed=seed,
         record=record,
+        speculation=speculation,
+        speculation_params=extra,
     )
 
 

@@ -1,0 +1,106 @@
+"""What do passes and draft steps cost on this machine? Measured, for `AdaptiveLength`."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from helios_jax.cache.paged import init_pools
+from helios_jax.sampling import SamplingParams, stack_sampling
+from helios_jax.speculative.controller import CostTable
+from helios_jax.speculative.generation import Speculation
+from helios_jax.speculative.passes import logits_of, private_rows, run_rows
+from helios_jax.speculative.proposer import RoundRows
+
+_WARM_UP, _TIMED = 2, 5
+
+
+def measure_costs(
+    target: tuple[Any, Any],
+    speculation: Speculation,
+    proposer_params: Any = None,
+    *,
+    num_rows: int = 1,
+    kv_dtype: str = "float32",
+    backend: str | None = None,
+) -> CostTable:
+    """Medians of a few timed runs of the target's passes and of the proposer, compiled before.
+
+    A round of g draft tokens has the pass of the shortest of `Speculation.pass_lengths` that holds
+    them, so only those are timed. Rows are as good as empty: reading a long context costs a pass
+    the same whatever its tokens. A pass is timed with its logits, a draft step as the J-th part of
+    a greedy draft of J tokens.
+
+    Args:
+      target: (model, params).
+      num_rows: of the batch that is timed.
+      kv_dtype, backend: of the target's pass.
+    """
+    model, params = target
+    J = speculation.max_num_draft_tokens
+    kv = private_rows(num_rows, 2 * J + 4, kv_dtype)
+    starts_B = jnp.full(num_rows, 1, jnp.int32)
+    options = {"xla_cpu_prefer_vector_width": "512"} if jax.default_backend() == "cpu" else None
+
+    @partial(jax.jit, donate_argnums=0, static_argnums=2, compiler_options=options)
+    def run_pass(pools, params, num_tokens: int):
+        tokens_BT = jnp.zeros((num_rows, num_tokens), jnp.int32)
+        counts_B = jnp.full(num_rows, num_tokens, jnp.int32)
+        hidden_BTD, pools = run_rows(model, params, pools, kv, tokens_BT, starts_B, counts_B)
+        return pools, jnp.argmax(logits_of(model, params, hidden_BTD), axis=-1)
+
+    pools = init_pools(model.config, kv.num_blocks)
+    seconds: dict[int, float] = {}
+    for length in speculation.pass_lengths:
+        seconds[length], pools = _median(
+            lambda state, n=length + 1: run_pass(state, params, n), pools
+        )
+    verify_T = [min(s for length, s in seconds.items() if length >= g) for g in range(J + 1)]
+
+    greedy = [SamplingParams(temperature=0.0, seed=0)] * num_rows
+    rows = RoundRows(
+        tokens_BS=jnp.zeros((num_rows, 2 * J + 4), jnp.int32),
+        num_known_B=starts_B + 1,
+        num_output_B=jnp.zeros(num_rows, jnp.int32),
+        sampling=stack_sampling(greedy, vocab_size=model.config.vocab_size),
+        history=None,
+        hidden_BD=jnp.zeros((num_rows, model.config.hidden_size), model.dtype),
+        kv=kv,
+        vocab_size=model.config.vocab_size,
+    )
+
+    @partial(jax.jit, donate_argnums=0, compiler_options=options)
+    def draft(state, params, rows):
+        wanted_B = jnp.full(num_rows, J, jnp.int32)
+        draft, state = speculation.proposer.propose(params, state, rows, wanted_B, J)
+        return state, draft.tokens_BJ
+
+    state = speculation.proposer.init_state(num_rows, kv.num_blocks)
+    begun = jax.tree.map(np.array, state.rows)
+
+    def from_the_start(state):
+        state, tokens_BJ = draft(state, proposer_params, rows)
+        return state._replace(rows=jax.tree.map(jnp.array, begun)), tokens_BJ
+
+    draft_seconds, _ = _median(from_the_start, state)
+    return CostTable(
+        draft_seconds=jnp.float32(draft_seconds / J),
+        verify_seconds_T=jnp.asarray(verify_T, jnp.float32),
+    )
+
+
+def _median(run: Callable[[Any], tuple[Any, Any]], state: Any) -> tuple[float, Any]:
+    """Seconds of a warm `run`, which passes `state` on, and the state afterwards."""
+    times = []
+    for i in range(_WARM_UP + _TIMED):
+        started = time.perf_counter()
+        state, result = run(state)
+        jax.block_until_ready((state, result))
+        if i >= _WARM_UP:
+            times.append(time.perf_counter() - started)
+    return statistics.median(times), state

@@ -1,0 +1,104 @@
+"""Which proposer do options by vLLM's names mean? Loads a draft model and checks that it fits."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from helios_jax.config import require
+from helios_jax.speculative import (
+    AdaptiveLength,
+    DraftModel,
+    FixedLength,
+    PromptLookup,
+    Speculation,
+    SpeculationParams,
+)
+from helios_jax.speculative.pairing import require_same_tokens, warn_of_other_target
+from helios_jax.tokenizer import Tokenizer
+
+DEFAULTS = {
+    "method": None,
+    "model": None,
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 2,
+    "controller": "fixed",
+}
+_CONTROLLERS = {"fixed": FixedLength, "adaptive": AdaptiveLength}
+
+
+def load_speculation(
+    config: Mapping[str, Any],
+    target: str | Path,
+    tokenizer: Tokenizer,
+    dtype: str = "auto",
+    progress: Callable | None = None,
+) -> tuple[Speculation, SpeculationParams]:
+    """What `Engine` takes, of a dict of vLLM's `speculative_config`.
+
+    Args:
+      config: "method": "ngram", with "prompt_lookup_max" and "prompt_lookup_min"; or "model": as
+        for `helios_jax.load` ("method": "draft_model" may be left out). With either,
+        "num_speculative_tokens": draft tokens of a round at most, and "controller": "fixed" drafts
+        always so many, "adaptive" as many as pay, by costs measured at the start.
+      target: the target's checkpoint, tokenizer: its tokenizer.
+      dtype: of the target's form; the draft has the same where that is float32 or bfloat16.
+      progress: see `helios_jax.hub.resolve`.
+
+    Raises:
+      ValueError: an unknown key or value, or a draft whose tokens are not the target's.
+
+    Warns where the draft was distilled for another target.
+    """
+    for key in config:
+        require(
+            key in DEFAULTS,
+            f"speculative_config: {key!r} is unknown; must be one of {', '.join(DEFAULTS)}",
+        )
+    options = DEFAULTS | dict(config)
+    method = options["method"] or ("draft_model" if options["model"] else None)
+    require(
+        method in ("ngram", "draft_model"),
+        f"speculative_config: method={method!r}: must be 'ngram' (looks the text up) or "
+        "'draft_model', with model=…",
+    )
+    require(
+        (options["model"] is not None) == (method == "draft_model"),
+        f"speculative_config: method={method!r} with model={options['model']!r}: a draft model "
+        "needs one, prompt lookup takes none",
+    )
+    require(
+        options["controller"] in _CONTROLLERS,
+        f"speculative_config: controller={options['controller']!r}: must be one of "
+        f"{', '.join(_CONTROLLERS)}",
+    )
+    controller = _CONTROLLERS[options["controller"]]()
+    num_draft_tokens = options["num_speculative_tokens"]
+    if method == "ngram":
+        proposer = PromptLookup(options["prompt_lookup_max"], options["prompt_lookup_min"])
+        return Speculation(proposer, num_draft_tokens, controller), SpeculationParams()
+
+    from checkpoints_conv import open_checkpoint, read_params
+    from helios_jax.hub import resolve
+    from helios_jax.model.forms import serving_form
+
+    name = str(options["model"])
+    path = resolve(name) if progress is None else resolve(name, progress)
+    draft = open_checkpoint(path)
+    require_same_tokens(tokenizer, draft.tokenizer)
+    manifests = [_manifest(Path(target)), _manifest(Path(path))]
+    if None not in manifests:
+        warn_of_other_target(*manifests)  # pyright: ignore[reportArgumentType]
+    form = serving_form(
+        draft.config, read_params(draft), dtype if dtype in ("float32", "bfloat16") else "auto"
+    )
+    # Prompts enter the draft's cache so many tokens at a time.
+    proposer = DraftModel(form.model, catch_up_tokens=64)
+    return Speculation(proposer, num_draft_tokens, controller), SpeculationParams(form.params)
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """Of a native checkpoint; None of another."""
+    path = folder / "manifest.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
