@@ -52,7 +52,7 @@ def test_a_draft_model(target, tmp_path):
 
 
 def test_a_draft_of_other_tokens_or_for_another_target(target, tmp_path):
-    config = tiny_config(vocab_size=40)
+    config = tiny_config(vocab_size=40, bos_token_id=38, eos_token_ids=(39,))
     other = write_huggingface(tmp_path / "other", config, random_weights(config))
     write_tokenizer(other, 40)
     with pytest.raises(ValueError, match="its tokenizer is not the target's: token 38"):

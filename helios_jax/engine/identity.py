@@ -66,11 +66,11 @@ def identity(
         },
         "parameters": parameters_sum(form.params),
         "tokenizer": tokenizer.fingerprint(),
-        "scheduler_config": plain(scheduler_config),
-        "step_config": step,
         "speculation": None
         if speculation is None
         else {"static": described(speculation), "parameters": parameters_sum(proposer_params)},
+        "scheduler_config": plain(scheduler_config),
+        "step_config": step,
     }
 
 
