@@ -6,6 +6,9 @@ the batch loop in a program of their own takes the first:
     state = init_state(model_config, scheduler_config, step_config, shapes=SamplingShapes())
     state, outputs = engine_step(params, state, arrivals, now, max_rounds, model=..., ...)
 
+`Engine(speculation=..., speculation_params=...)` drafts and verifies in the step's rounds
+(`engine.drafts`; the parts are `helios_jax.speculative`'s); without, a round is one pass.
+
 A run is a fold over what arrives and when. So an engine can be saved in the middle of its requests
 and restored (`Engine.save`, `Engine.restore`: `engine.snapshot`), and a run that was recorded
 (`Engine(record=...)`: `engine.recording`) is computed again by `replay`, bit for bit.

@@ -8,6 +8,9 @@ for each `Variant` of a chunk or of rounds, not for every combination of both.
 
 A variant is a set of sizes that the host chooses from what it knows. It bounds the work and never
 changes a result: a row that does not fit it waits for the next step.
+
+A round computes one token for every row. Where the engine speculates, its proposer drafts first,
+and the pass verifies (`engine.drafts`); plain decoding is compiled without any of that.
 """
 
 import dataclasses

@@ -330,7 +330,8 @@ def test_saved_and_recorded_engines_go_on_alike(tmp_path):
 
     for wrong, message in (
         (dict(), r"speculation=\{.*but None here; give the same `speculation`"),
-        (dict(speculation=dataclasses.replace(speculation, max_num_draft_tokens=2)), "max_num_draft_tokens"),
+        (dict(speculation=dataclasses.replace(speculation, max_num_draft_tokens=2)),
+         "max_num_draft_tokens"),
         (dict(speculation=speculation, speculation_params=extra._replace(proposer=form.params)),
          "speculation.parameters=.*draft model's parameters"),
     ):  # fmt: skip
