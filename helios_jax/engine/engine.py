@@ -446,13 +446,14 @@ class Engine:
         """`engine_step`, a program after the other, none of which is waited for."""
         params, config, shapes = self.form.params, self.step_config, self._shapes
         programs = self._programs
-        clock = jnp.float32(now)
+        # numpy's: jax's own scalars are made by programs of their own, 0.1 ms each.
+        clock = np.float32(now)
         model = dict(model=self.form.model, config=config)
         policy = dict(config=self._bare_config, urgency=self._urgency)
         chunk_tokens, num_rows = plan_sizes(
             variants.chunk, variants.rounds if variants.decodes else None
         )
-        sizes = (clock, jnp.int32(chunk_tokens), jnp.int32(num_rows))
+        sizes = (clock, np.int32(chunk_tokens), np.int32(num_rows))
         # Neither looks at sampling parameters, whose shapes change with the requests.
         sampling = self._state.sampling
         bare = _with_sampling(self._state, None)
@@ -467,7 +468,7 @@ class Engine:
         # Where none are decoded yet they will be next.
         key = (shapes, variants.rounds)
         programs.request(
-            "rounds", key, (params, self._state, *rest, jnp.int32(0), self.speculation_params),
+            "rounds", key, (params, self._state, *rest, np.int32(0), self.speculation_params),
             variant=variants.rounds, **model,
         )  # fmt: skip
 
@@ -482,7 +483,7 @@ class Engine:
         if variants.decodes:
             state, rounds = programs.run(
                 "rounds", (shapes, variants.rounds),
-                (params, state, plan, clock, jnp.int32(max_rounds), self.speculation_params),
+                (params, state, plan, clock, np.int32(max_rounds), self.speculation_params),
                 variant=variants.rounds, **model,
             )  # fmt: skip
         self._state = state
@@ -492,7 +493,8 @@ class Engine:
         sampling, state = self._state.sampling, _with_sampling(self._state, None)
         state, summary = self._programs.run("end", None, (state,), config=self._bare_config)
         self._state = _with_sampling(state, sampling)
-        return StepOutputs(jnp.zeros(0, jnp.int32), chunk, rounds, prompt_logprobs, summary)
+        no_answers: Any = np.zeros(0, np.int32)
+        return StepOutputs(no_answers, chunk, rounds, prompt_logprobs, summary)
 
     def _admit(self, arrived: Sequence[EngineRequest], called_off: Sequence[int]) -> None:
         rows = [(request, index) for request in arrived for index in range(len(request.rows))]
