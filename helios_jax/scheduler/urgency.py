@@ -16,6 +16,8 @@ from helios_jax.scheduler.state import SchedulerState
 # Seconds between classes of urgency, more than any slack: clocks stay below it.
 CLASS = 1e4
 NUM_LIMITS = 16
+# Seconds that a request without targets is taken to be patient for, per token to prefill.
+PATIENCE = 0.01
 
 
 def deadline(state: SchedulerState, now: Array) -> Array:
@@ -35,6 +37,9 @@ def deadline(state: SchedulerState, now: Array) -> Array:
       served is measured, see `pace`.
     - Rows whose first token or deadline cannot be met, even if they got all of the prefill from now
       on: better one target missed than two. They get what the others leave, or have aged.
+    - Rows without any target: as if the first token were due `PATIENCE` per token after arrival, so
+      that short requests pass a long one, for as long as it would not mind. (Five prompts of 64
+      tokens behind one of 8,191 waited 62 times as long as alone when all were equal.)
     """
     rate = state.limits.prefill_tokens_per_second
     is_live_R = state.is_waiting_R | state.is_running_R
@@ -52,6 +57,9 @@ def deadline(state: SchedulerState, now: Array) -> Array:
     left_R = jnp.where(is_open_R, first_due_R - now, jnp.inf)
     is_put_off_R = work_R > _longest_that_fits(work_R, left_R)
     urgency_R = -(slack_R + CLASS * (is_put_off_R + 2.0 * is_lost_R))
+    implied_R = state.arrival_time_R + PATIENCE * state.num_known_R - now
+    implied_R = 4.0 * CLASS + jnp.clip(implied_R, -CLASS, CLASS)
+    urgency_R = jnp.where(jnp.isinf(due_R), -implied_R, urgency_R)
     return jnp.where(decodes_R, CLASS - jnp.minimum(slack_R, 0.5 * CLASS), urgency_R)
 
 

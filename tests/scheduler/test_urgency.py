@@ -37,7 +37,19 @@ def test_deadline_is_minus_the_slack_to_the_first_token():
         num_prompt_R=[100, 100, 300, 100], num_known_R=[100, 100, 300, 100],
     )  # fmt: skip
     # 100 tokens are a second of prefill.
-    assert at(urgency.deadline, state, 5.0) == [-4.0, -14.0, -6.0, -math.inf]
+    *with_target, without = at(urgency.deadline, state, 5.0)
+    assert with_target == [-4.0, -14.0, -6.0] and without < -3 * urgency.CLASS
+
+
+def test_deadline_lets_short_requests_without_targets_pass_a_long_one():
+    """For as long as it is patient: 80 s for 8,000 tokens."""
+    state = table(
+        arrival_time_R=[0, 2, 78, 80], ttft_target_R=[math.inf] * 4,
+        num_prompt_R=[8000, 100, 100, 100], num_known_R=[8000, 100, 100, 100],
+    )  # fmt: skip
+    long, *shorts, too_late = at(urgency.deadline, state, 5.0)
+    assert min(shorts) > long > too_late
+    assert shorts[0] > shorts[1]
 
 
 def test_deadline_follows_the_pace_of_later_tokens():
@@ -48,7 +60,8 @@ def test_deadline_follows_the_pace_of_later_tokens():
     values = at(urgency.deadline, state, 12.0)
     # Due at 11, 21 and 11.1: late, comfortably early, late; the last has no target. Starting again
     # would take a second.
-    assert values == pytest.approx([2.01, -7.89, 2.01, -math.inf], abs=1e-5)
+    assert values[:3] == pytest.approx([2.01, -7.89, 2.01], abs=1e-5)
+    assert values[3] < -3 * urgency.CLASS
 
 
 def test_deadline_gives_up_a_first_token_that_must_be_late():
@@ -91,7 +104,8 @@ def test_deadline_puts_off_the_longest_when_not_all_can_be_in_time():
 
 def test_deadline_heeds_the_deadline_of_the_whole_answer():
     state = table(deadline_R=[30, 3, math.inf, math.inf], ttft_target_R=[10, 10, 10, math.inf])
-    assert at(urgency.deadline, state) == [-9.0, -2.0, -9.0, -math.inf]
+    *with_one, without = at(urgency.deadline, state)
+    assert with_one == [-9.0, -2.0, -9.0] and without < -3 * urgency.CLASS
     # Past it a row is in nobody's way, even one that has long begun.
     state = table(
         deadline_R=[30] * 4, num_known_R=[101] * 4, num_computed_R=[100] * 4,
