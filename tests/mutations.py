@@ -32,6 +32,7 @@ CASES, HISTORIES = "tests/scheduler/test_schedule.py", "tests/scheduler/test_pro
 URGENCY = "tests/scheduler/test_urgency.py"
 POOL, PROGRAMS = "tests/cache/test_blocks.py", "tests/scheduler/test_programs.py"
 STAGES, STEP = "helios_jax/engine/programs.py", "helios_jax/engine/step.py"
+CHUNK = "helios_jax/engine/chunk.py"
 DRAW, VERDICT = "helios_jax/sampling/draw.py", "helios_jax/speculative/acceptance.py"
 ENGINE, DRAWS = "tests/engine/test_engine.py", "tests/sampling/test_sampling_draw.py"
 ATTENTION = "tests/kernels/test_paged_attention.py"
@@ -166,7 +167,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the KV pools are never copied: no branch holds them",
-        STEP, "work, emitted_B1, logprobs, prompt = lax.fori_loop(\n"
+        CHUNK, "work, emitted_B1, logprobs, prompt = lax.fori_loop(\n"
         "        0, turns, lambda _, x: draw(x[0]), skip(work)\n    )",
         "work, emitted_B1, logprobs, prompt = lax.cond(turns > 0, draw, skip, work)",
         f"{ENGINE}::test_no_stage_copies_the_pools",
@@ -185,7 +186,7 @@ MUTATIONS = [
     ),
     Mutation(
         "equality with the pure generate",
-        STEP, "slot_T = block_T * block_tokens + tokens.position_T % block_tokens",
+        CHUNK, "slot_T = block_T * block_tokens + tokens.position_T % block_tokens",
         "slot_T = block_T * block_tokens + (tokens.position_T + 1) % block_tokens",
         f"{ENGINE}::test_requests_get_what_they_would_get_alone",
     ),
@@ -202,7 +203,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a row that is not a number fails alone",
-        STEP, "drawn_B1 = jnp.where(draws_B & ~is_bad_B, drawn_B, -1)[:, None]",
+        CHUNK, "drawn_B1 = jnp.where(draws_B & ~is_bad_B, drawn_B, -1)[:, None]",
         "drawn_B1 = jnp.where(draws_B & ~jnp.any(is_bad_B), drawn_B, -1)[:, None]",
         f"{ENGINE}::test_a_row_that_is_not_a_number_fails_alone",
     ),

@@ -28,6 +28,7 @@ from helios_jax.generation import (
     decode,
     prefill,
 )
+from helios_jax.model.compiler import COMPILER_OPTIONS
 from helios_jax.model.forms import ServingForm
 from helios_jax.sampling import SamplingShapes, sampling_shapes, stack_sampling
 from helios_jax.tokenizer import IncrementalDecoder, StopStringMatcher, Tokenizer
@@ -116,8 +117,8 @@ class Programs(NamedTuple):
 
 @cache
 def programs(platform: str) -> Programs:
-    """`Programs` for a platform; on a CPU with the vector width that int8 rows want (1.4x)."""
-    options = {"xla_cpu_prefer_vector_width": "512"} if platform == "cpu" else None
+    """`Programs` for a platform, compiled as the engine's are."""
+    options = COMPILER_OPTIONS.get(platform)
     static = ("num_slots", "max_new_tokens", "cache_dtype")
     return Programs(
         jax.jit(prefill, static_argnames=("model", *static), compiler_options=options),

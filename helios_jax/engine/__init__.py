@@ -32,7 +32,8 @@ from helios_jax.engine.state import (
     init_arrivals,
     init_state,
 )
-from helios_jax.engine.step import Variant, admit, engine_step
+from helios_jax.engine.step import admit, engine_step
+from helios_jax.engine.work import Variant
 
 __all__ = [
     "Arrivals",

@@ -14,7 +14,10 @@ from typing import Any
 
 import jax
 
-from helios_jax.engine.step import admit, end_step, plan_step, run_chunk, run_rounds
+from helios_jax.engine.chunk import run_chunk
+from helios_jax.engine.rounds import run_rounds
+from helios_jax.engine.step import admit, end_step, plan_step
+from helios_jax.model.compiler import COMPILER_OPTIONS
 
 _STATIC = {
     "admit": (admit, ("config",)),
@@ -22,14 +25,6 @@ _STATIC = {
     "chunk": (run_chunk, ("model", "config", "variant")),
     "rounds": (run_rounds, ("model", "config", "variant")),
     "end": (end_step, ("config",)),
-}
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    # The vector width that int8 rows want (1.4x).
-    "cpu": {"xla_cpu_prefer_vector_width": "512"},
-    # XLA takes the pools that a kernel writes to for new ones, finds the memory too small for one
-    # pair a layer, and computes things repeatedly to save some: in a round of 32 layers and 64 rows
-    # that was 121 of 752 launches. With ten times the memory it sees no need.
-    "gpu": {"xla_gpu_memory_limit_slop_factor": 1000},
 }
 _lock = threading.Lock()
 _compiled: dict[Hashable, Future] = {}

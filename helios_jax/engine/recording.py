@@ -39,8 +39,8 @@ import numpy as np
 from helios_jax.config import require
 from helios_jax.engine.request_json import Json, request_from_json, request_to_json
 from helios_jax.engine.requests import EngineRequest
-from helios_jax.engine.step import Variant
 from helios_jax.engine.variants import StepVariants
+from helios_jax.engine.work import Variant
 from helios_jax.sampling import SamplingShapes
 from helios_jax.tokenizer import Tokenizer
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
@@ -30,10 +30,12 @@ from helios_jax.speculative import Speculation, SpeculationParams
 from helios_jax.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from helios_jax.engine.engine import Engine
+    from helios_jax.engine.core import EngineCore
+
+_Core = TypeVar("_Core", bound="EngineCore")
 
 
-def describe(engine: "Engine") -> Json:
+def describe(engine: "EngineCore") -> Json:
     """What computes, what it belongs to, and how it was set up."""
     extra = engine.speculation_params
     settings = Settings(engine.config, engine._scales, engine._shapes, jax.tree.leaves(extra.costs))
@@ -47,7 +49,7 @@ def describe(engine: "Engine") -> Json:
     }  # fmt: skip
 
 
-def recording_header(engine: "Engine") -> Json:
+def recording_header(engine: "EngineCore") -> Json:
     """What a recording begins with."""
     return describe(engine) | {
         "urgency": policy_name(engine._urgency),
@@ -55,7 +57,7 @@ def recording_header(engine: "Engine") -> Json:
     }
 
 
-def save_engine(engine: "Engine", folder: str | os.PathLike) -> None:
+def save_engine(engine: "EngineCore", folder: str | os.PathLike) -> None:
     """Writes an engine between two steps, none of which is in flight."""
     assert not engine._in_flight and not engine._answers, "they were read"
     with engine._inbox:
@@ -64,7 +66,7 @@ def save_engine(engine: "Engine", folder: str | os.PathLike) -> None:
 
 
 def restore_engine(
-    cls: "type[Engine]",
+    cls: type[_Core],
     folder: str | os.PathLike,
     form: Any,
     tokenizer: Tokenizer,
@@ -72,7 +74,7 @@ def restore_engine(
     urgency: Urgency,
     speculation: Speculation | None,
     extra: SpeculationParams,
-) -> "Engine":
+) -> _Core:
     """See `Engine.restore`."""
     snapshot = read_snapshot(folder)
     where = os.fspath(snapshot.folder / MANIFEST)
@@ -86,8 +88,6 @@ def restore_engine(
     engine._widen(settings.shapes)
     engine._state = read_state(snapshot, engine._state)
     engine.snapshot_sha256 = snapshot.sha256
-    if engine._state.speculation is not None:
-        engine._acceptance = jax.device_get(engine._state.speculation.telemetry)
     try:
         _host_from_json(engine, snapshot.host)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -95,7 +95,7 @@ def restore_engine(
     return engine
 
 
-def _host_to_json(engine: "Engine") -> Json:
+def _host_to_json(engine: "EngineCore") -> Json:
     """What the host knows; call it with the inbox locked."""
     arrived = {request.request_id for request in engine._arrived}
     now = time.perf_counter()
@@ -105,9 +105,7 @@ def _host_to_json(engine: "Engine") -> Json:
         "random_state": engine._rng.bit_generator.state,
         "called_off": list(engine._called_off),
         "num_pending_tokens": engine._num_pending_tokens,
-        "totals": engine._totals,
-        "last_counts": engine._last_counts,
-        "gauges": engine._gauges,
+        **engine._metrics.to_json(),
         "requests": [
             {
                 **request_to_json(request, engine._origin),
@@ -121,15 +119,15 @@ def _host_to_json(engine: "Engine") -> Json:
     }
 
 
-def _host_from_json(engine: "Engine", host: Json) -> None:
+def _host_from_json(engine: "EngineCore", host: Json) -> None:
     now = time.perf_counter()
     engine._origin = time.monotonic() - host["clock_seconds"]
     engine._next_id = host["next_id"]
     engine._rng.bit_generator.state = host["random_state"]
     engine._called_off = host["called_off"]
     engine._num_pending_tokens = host["num_pending_tokens"]
-    engine._totals, engine._gauges = host["totals"], host["gauges"]
-    engine._last_counts = host["last_counts"]
+    speculation = engine._state.speculation
+    engine._metrics.resume(host, None if speculation is None else speculation.telemetry)
     for fields in host["requests"]:
         request = request_from_json(
             fields, engine.tokenizer, engine.model_config.eos_token_ids, engine._origin

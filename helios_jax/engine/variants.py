@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from helios_jax.engine.row_progress import logprobs_bucket, power_of_two
-from helios_jax.engine.step import Variant
+from helios_jax.engine.work import Variant
 from helios_jax.scheduler import SchedulerConfig
 
 MIN_CONTEXT_TOKENS = 256

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helios_jax.cache.paged import init_pools
+from helios_jax.model.compiler import COMPILER_OPTIONS
 from helios_jax.sampling import SamplingParams, stack_sampling
 from helios_jax.speculative.controller import CostTable
 from helios_jax.speculative.generation import Speculation
@@ -45,7 +46,7 @@ def measure_costs(
     J = speculation.max_num_draft_tokens
     kv = private_rows(num_rows, 2 * J + 4, kv_dtype)
     starts_B = jnp.full(num_rows, 1, jnp.int32)
-    options = {"xla_cpu_prefer_vector_width": "512"} if jax.default_backend() == "cpu" else None
+    options = COMPILER_OPTIONS.get(jax.default_backend())
 
     @partial(jax.jit, donate_argnums=0, static_argnums=2, compiler_options=options)
     def run_pass(pools, params, num_tokens: int):

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from helios_jax.engine import Engine, EngineError, StepOutputs, read_recording, recording, replay
-from helios_jax.engine import engine as engine_module
+from helios_jax.engine.core import REBASE_SECONDS
 from helios_jax.engine.recording import Recorder, StepInputs
 from helios_jax.engine.request_json import request_from_json, request_to_json
 from helios_jax.engine.requests import EngineRequest, Targets, start_rows
-from helios_jax.engine.step import Variant
 from helios_jax.engine.variants import StepVariants
+from helios_jax.engine.work import Variant
 from helios_jax.sampling import SamplingParams
 from helios_jax.scheduler.urgency import fcfs
 from tests.engine.conftest import make_engine, model, shrink_pool
@@ -107,7 +107,7 @@ def recorded(tmp_path_factory) -> tuple[Path, list[StepOutputs]]:
     wanted = watch(engine)
     engine.submit("many", dataclasses.replace(SAMPLED, n=3, max_tokens=9))
     step(engine, 2)
-    engine._origin -= engine_module.REBASE_SECONDS
+    engine._origin -= REBASE_SECONDS
     engine.submit([1, 2], dataclasses.replace(SAMPLED, stop=["\u2028", "e"], max_tokens=30))
     step(engine, 1)
     engine.submit([3] * 70, dataclasses.replace(GREEDY, max_tokens=5), deadline_seconds=7)

@@ -55,13 +55,34 @@ def texts(updates: list[RequestUpdate]) -> dict[tuple[int, int], tuple[str, list
 
 
 def outcomes(updates: list[RequestUpdate]) -> dict[int, RequestOutput]:
-    """Finished requests, without what was measured."""
+    """Finished requests, without what was measured, and without logprobs."""
+
+    def exact(output: RequestOutput) -> RequestOutput:
+        outputs = [
+            dataclasses.replace(one, logprobs=None, cumulative_logprob=None)
+            for one in output.outputs
+        ]
+        return dataclasses.replace(output, timings=None, outputs=outputs, prompt_logprobs=None)
+
     done = {u.request_id: u.stream.request_output for u in updates}
-    return {
-        number: dataclasses.replace(output, timings=None)
-        for number, output in done.items()
-        if output is not None
-    }
+    return {number: exact(output) for number, output in done.items() if output is not None}
+
+
+def logprobs(updates: list[RequestUpdate]) -> list[float]:
+    """All that were reported, in order of requests, outputs, positions and ranks.
+
+    They are only as equal as rounding leaves them: what else is in a chunk hangs on what the host
+    had read when it chose the sizes, and saving changes that.
+    """
+    done = {u.request_id: u.stream.request_output for u in updates}
+    positions = [
+        position
+        for _, output in sorted((n, output) for n, output in done.items() if output is not None)
+        for found in (output.prompt_logprobs, *(one.logprobs for one in output.outputs))
+        for position in found or []
+        if position is not None
+    ]
+    return [entry.logprob for position in positions for entry in position.values()]
 
 
 def submit_all(engine: Engine) -> list[int]:
@@ -106,6 +127,9 @@ def test_every_request_goes_on_with_the_same_tokens(tmp_path):
         later = drain(again)
         assert texts(updates[:number] + later) == texts(updates)
         assert outcomes(updates[:number] + later) == outcomes(updates)
+        np.testing.assert_allclose(
+            logprobs(updates[:number] + later), logprobs(updates), rtol=0, atol=1e-5
+        )
         assert again.metrics()["num_used_blocks"] == 0
         assert next_request(again) == after
 

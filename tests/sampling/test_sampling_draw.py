@@ -21,6 +21,7 @@ from helios_jax.sampling import (
     uniforms,
     warp_logits,
 )
+from tests.chi_square import chi_square_p
 from tests.sampling import sampling_oracle
 
 DRAWS = 20_000
@@ -48,19 +49,6 @@ def drawn(logits_V, params, history_tokens=None, draws=DRAWS):
         jnp.broadcast_to(logits_V, (draws, vocab_size)), sampling, history, jnp.zeros(draws, int)
     )
     return np.bincount(np.asarray(tokens_B), minlength=vocab_size)
-
-
-def chi_square_p(counts, expected_p):
-    assert counts[expected_p == 0].sum() == 0
-    expected = expected_p * counts.sum()
-    large = expected >= 5
-    observed = np.append(counts[large], counts[~large].sum())
-    wanted = np.append(expected[large], expected[~large].sum())
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    if len(wanted) == 1:
-        return 1.0
-    statistic = ((observed - wanted) ** 2 / wanted).sum()
-    return scipy.stats.chi2.sf(statistic, len(wanted) - 1)
 
 
 GRID = [

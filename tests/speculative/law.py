@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.stats
 
 from helios_jax.sampling import (
     SamplingParams,
@@ -24,6 +23,7 @@ from helios_jax.sampling import (
     update_history,
 )
 from helios_jax.speculative import Draft, accept, draw_drafts, verify
+from tests.chi_square import chi_square_p
 from tests.sampling import sampling_oracle
 
 
@@ -159,21 +159,8 @@ def exact(pair: Pair, params: SamplingParams, num_tokens: int, eos=()) -> np.nda
 
 
 def p_value(tokens_BN: np.ndarray, law: np.ndarray) -> float:
-    """Of Pearson's chi-square; cells expected fewer than 5 times are taken together.
-
-    0 where a token came that the law excludes, or none.
-    """
+    """`chi_square_p`; 0 where a token came that the law excludes, or none."""
     if (tokens_BN < 0).any():
         return 0.0
     counts = np.bincount(np.ravel_multi_index(tuple(tokens_BN.T), law.shape), minlength=law.size)
-    expected = law.reshape(-1) * len(tokens_BN)
-    if counts[expected == 0].sum():
-        return 0.0
-    large = expected >= 5
-    observed = np.append(counts[large], counts[~large].sum())
-    wanted = np.append(expected[large], expected[~large].sum())
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    if len(wanted) == 1:
-        return 1.0
-    statistic = ((observed - wanted) ** 2 / wanted).sum()
-    return float(scipy.stats.chi2.sf(statistic, len(wanted) - 1))
+    return chi_square_p(counts, law.reshape(-1))

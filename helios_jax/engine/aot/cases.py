@@ -16,7 +16,8 @@ from helios_jax.engine.aot.hlo import Array
 from helios_jax.engine.aot.judge import Expected
 from helios_jax.engine.config import EngineConfig, resolve_config
 from helios_jax.engine.state import EngineState, init_arrivals, init_sampling, init_state
-from helios_jax.engine.step import Variant, engine_step
+from helios_jax.engine.step import engine_step
+from helios_jax.engine.work import Variant
 from helios_jax.model import init_params
 from helios_jax.model.forms import ServingForm, serving_form
 from helios_jax.quant import QuantTensor, Scheme, rtn

@@ -24,7 +24,7 @@ from helios_jax.engine.aot.judge import (
     loop_condition,
     passes_of,
 )
-from helios_jax.engine.programs import COMPILER_OPTIONS
+from helios_jax.model.compiler import COMPILER_OPTIONS
 from pallas_kernels import dispatch
 from pallas_kernels.aot import absent, ptx
 from pallas_kernels.devices import DEVICES
