@@ -115,7 +115,7 @@ def test_rows_of_every_kind_get_what_they_would_get_alone(who):
     else:
         speculation, extra = drafting(other_params() if who == "random" else None)
         engine = speculating(speculation, extra)
-    shrink_pool(engine, 50)
+    shrink_pool(engine, 40)
     requests = work(PENALISED if who == "lookup" else GREEDY)
     found = serve(engine, requests)
     metrics = engine.metrics()
