@@ -18,6 +18,7 @@ ORDER = (
     ("sampling", "tokenizer", "quant", "hub"),
     ("cache",),
     ("scheduler", "profiler"),
+    ("plots",),
     ("model",),
     ("speculative",),
     ("generation", "outputs"),

@@ -21,8 +21,10 @@ from helios_jax.cli.evaluate import evaluate
 from helios_jax.cli.generate import generate
 from helios_jax.cli.models import models
 from helios_jax.cli.options import Debug
+from helios_jax.cli.profile import profile
 from helios_jax.cli.pull import pull
 from helios_jax.cli.quantize import quantize
+from helios_jax.cli.replay import replay
 from helios_jax.cli.simulate import simulate
 
 app = typer.Typer(
@@ -42,6 +44,8 @@ for verb in (
     quantize,
     evaluate,
     calibrate_kv,
+    profile,
+    replay,
     simulate,
 ):
     app.command()(verb)
