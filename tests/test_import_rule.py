@@ -28,6 +28,7 @@ ORDER = (
     ("",),
     ("calibrate", "distill", "replay", "server"),
     ("bench",),
+    ("evidence",),
     ("cli",),
 )
 RANKS = {unit: rank for rank, units in enumerate(ORDER) for unit in units}

@@ -18,6 +18,7 @@ from helios_jax.cli.calibrate_kv import calibrate_kv
 from helios_jax.cli.chat import chat
 from helios_jax.cli.convert import convert
 from helios_jax.cli.evaluate import evaluate
+from helios_jax.cli.evidence import evidence
 from helios_jax.cli.generate import generate
 from helios_jax.cli.models import models
 from helios_jax.cli.options import Debug
@@ -47,6 +48,7 @@ for verb in (
     profile,
     replay,
     simulate,
+    evidence,
 ):
     app.command()(verb)
 app.add_typer(bench.app)
