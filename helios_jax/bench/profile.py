@@ -1,7 +1,4 @@
-"""What does a decode step move and take, beside what it must? Bytes by part, measured and XLA's.
-
-Measured on two cores (`helios profile`, SmolLM2-135M): see `helios_jax/bench/results/`.
-"""
+"""What does a decode step move and take, beside what it must? Bytes by part, measured and XLA's."""
 
 import statistics
 import time

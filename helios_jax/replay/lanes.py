@@ -2,7 +2,12 @@
 
 Policies, loads, pool sizes, watermarks and seeds are array values of a lane, so all lanes are one
 compiled program. The loops are taken out of the vmap: a loop whose condition differs from lane to
-lane copies the whole state in every turn.
+lane copies the whole state in every turn. So does the scheduler's own, which is why the tables are
+cut to what the trace can fill.
+
+32 lanes (two policies, four loads, two pools, two seeds) of 150 requests of Azure's conv trace,
+Llama 3 8B on an H100, up to 64 rows: 6.1 s, 37 s with tables of 1,024 rows and 8,192 tokens;
+compiling takes 15 s (one core of AMD EPYC, jax 0.12.0.1, the other core busy).
 """
 
 import dataclasses

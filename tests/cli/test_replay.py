@@ -10,6 +10,7 @@ from helios_jax import hub
 from helios_jax.bench import ladder
 from helios_jax.bench import replay as replaying
 from helios_jax.bench.replay import Serving, Traffic
+from helios_jax.replay.calibration import StepCosts, to_json
 from helios_jax.replay.report import TABLE
 from tests import tiny
 
@@ -32,10 +33,15 @@ def test_a_window_is_replayed_on_a_model(helios, trace, tmp_path, monkeypatch):
     monkeypatch.setattr(Serving, "load", lambda self: tiny.llm(max_num_seqs=1))
     monkeypatch.setattr(replaying, "warm_up", lambda engine, requests: None)
     report_path, table_path = tmp_path / "report.json", tmp_path / "table.md"
+    costs = tmp_path / "costs.json"
+    limits = tiny.llm(max_num_seqs=1).engine.scheduler_config
+    # A second a step: far slower than the engine, so that nothing overlaps.
+    slow = StepCosts(1.0, 0, 0, 0, 0, 0, 0, limits.max_num_batched_tokens)
+    costs.write_text(json.dumps(to_json(slow, limits)))
     code, out, err = helios(
         "replay", trace, "tiny", "--window-seconds", "60", "--time-stretch", "0.5",
         "--max-prompt", "60", "--max-model-len", "512", "--goodput", "e2el:1000000",
-        "--json", str(report_path), "--markdown", str(table_path),
+        "--json", str(report_path), "--markdown", str(table_path), "--predict", str(costs),
     )  # fmt: skip
     assert code == 0, err
     report = json.loads(report_path.read_text())
@@ -47,6 +53,13 @@ def test_a_window_is_replayed_on_a_model(helios, trace, tmp_path, monkeypatch):
         for statistic in ("mean", "median", "p95", "p99"):
             assert report[f"{statistic}_{name}_ms"] > 0
     assert report["traffic"]["seconds"] == pytest.approx(0.1)
+    simulated = report["predicted"]
+    # Chunks of 32 tokens, one row: the first takes two steps, and one for its two later tokens.
+    assert simulated["num_served"] == 3 and simulated["num_events"] >= 8
+    assert simulated["ttft_p50_seconds"] >= 3
+    assert simulated["ratios"]["median_ttft"] == pytest.approx(
+        1e3 * simulated["ttft_p50_seconds"] / report["median_ttft_ms"]
+    )
     assert report["num_new_programs"] > 0 and "programs compiled while it ran" in out
     assert all(title in table_path.read_text() for title in TABLE.values())
 
