@@ -11,6 +11,7 @@ from helios_jax.speculative import (
     DraftModel,
     FixedLength,
     PromptLookup,
+    Proposer,
     Speculation,
     SpeculationParams,
 )
@@ -20,11 +21,13 @@ from helios_jax.tokenizer import Tokenizer
 DEFAULTS = {
     "method": None,
     "model": None,
-    "num_speculative_tokens": 4,
+    "num_speculative_tokens": None,
     "prompt_lookup_max": 4,
-    "prompt_lookup_min": 2,
-    "controller": "fixed",
+    "prompt_lookup_min": 1,
+    "controller": "adaptive",
 }
+# What is looked up costs nothing but its verification.
+_NUM_DRAFT_TOKENS = {"ngram": 10, "draft_model": 4}
 _CONTROLLERS = {"fixed": FixedLength, "adaptive": AdaptiveLength}
 
 
@@ -40,8 +43,9 @@ def load_speculation(
     Args:
       config: "method": "ngram", with "prompt_lookup_max" and "prompt_lookup_min"; or "model": as
         for `helios_jax.load` ("method": "draft_model" may be left out). With either,
-        "num_speculative_tokens": draft tokens of a round at most, and "controller": "fixed" drafts
-        always so many, "adaptive" as many as pay, by costs measured at the start.
+        "num_speculative_tokens": draft tokens of a round at most (10 of "ngram", else 4), and
+        "controller": "adaptive" (the default) drafts as many as pay, by costs measured at the
+        start, "fixed" always so many.
       target: the target's checkpoint, tokenizer: its tokenizer.
       dtype: of the target's form; the draft has the same where that is float32 or bfloat16.
       progress: see `helios_jax.hub.resolve`.
@@ -74,10 +78,20 @@ def load_speculation(
         f"{', '.join(_CONTROLLERS)}",
     )
     controller = _CONTROLLERS[options["controller"]]()
-    num_draft_tokens = options["num_speculative_tokens"]
+    J = options["num_speculative_tokens"]
+    J = _NUM_DRAFT_TOKENS[str(method)] if J is None else J
+
+    def speculation(proposer: Proposer) -> Speculation:
+        # A pass over two tokens costs a CPU hardly more than one over a single token, see
+        # `quant.expanded`; those over three and more differ little.
+        is_worth_it = options["controller"] == "adaptive" and type(J) is int and J > 1
+        return Speculation(
+            proposer, J, controller, intermediate_lengths=(1,) if is_worth_it else ()
+        )
+
     if method == "ngram":
         proposer = PromptLookup(options["prompt_lookup_max"], options["prompt_lookup_min"])
-        return Speculation(proposer, num_draft_tokens, controller), SpeculationParams()
+        return speculation(proposer), SpeculationParams()
 
     from checkpoints_conv import open_checkpoint, read_params
     from helios_jax.hub import resolve
@@ -95,7 +109,7 @@ def load_speculation(
     )
     # Prompts enter the draft's cache so many tokens at a time.
     proposer = DraftModel(form.model, catch_up_tokens=64)
-    return Speculation(proposer, num_draft_tokens, controller), SpeculationParams(form.params)
+    return speculation(proposer), SpeculationParams(form.params)
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:

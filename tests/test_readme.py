@@ -21,9 +21,9 @@ def run(example: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_there_are_four():
+def test_there_are_five():
     # The last one is run by tests/engine/test_recording.py.
-    words = ("llm.chat", "make_mesh", "short_first", "Engine.restore")
+    words = ("llm.chat", "make_mesh", "short_first", "lenient", "Engine.restore")
     assert [[word for word in words if word in e] for e in EXAMPLES] == [[word] for word in words]
 
 
@@ -51,3 +51,13 @@ def test_a_policy_of_ones_own_in_the_engine_and_in_the_simulator():
     met = dict(re.findall(r"(\w+): (\d+)% of the TTFT targets met", printed))
     assert list(met) == ["short_first", "deadline", "fcfs"]
     assert int(met["fcfs"]) < min(int(met["short_first"]), int(met["deadline"])) <= 100
+
+
+@pytest.mark.usefixtures("smollm2_native_path")
+def test_a_proposer_and_a_rule_of_ones_own_in_the_engine_and_in_the_library():
+    printed = run(EXAMPLES[3])
+    texts = re.findall(r"^(?:engine|library): (.*)$", printed, re.MULTILINE)
+    assert len(texts) == 2 and all(" green blue black" in text for text in texts)
+    positions = re.findall(r"num_proposed=(\d+), num_accepted=(\d+)", printed)
+    proposed, accepted = (sum(map(int, column)) for column in zip(*positions, strict=True))
+    assert len(positions) == 4 and 0 < accepted <= proposed

@@ -33,16 +33,22 @@ def load(config, target):
 
 def test_prompt_lookup(target):
     config = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3}
-    speculation, extra = load(config | {"controller": "adaptive"}, target)
-    assert speculation.proposer == PromptLookup(max_ngram=3, min_ngram=2)
+    speculation, extra = load(config, target)
+    assert speculation.proposer == PromptLookup(max_ngram=3, min_ngram=1)
     assert speculation.max_num_draft_tokens == 6 and extra.proposer is None
     assert speculation.controller == AdaptiveLength()
+    assert speculation.pass_lengths == (0, 1, 6)
+    speculation, _ = load({"method": "ngram"}, target)
+    assert speculation.max_num_draft_tokens == 10
+    one, _ = load({"method": "ngram", "num_speculative_tokens": 1}, target)
+    assert one.pass_lengths == (0, 1)
 
 
 def test_a_draft_model(target, tmp_path):
-    speculation, extra = load({"model": str(target), "num_speculative_tokens": 2}, target)
+    config = {"model": str(target), "num_speculative_tokens": 2, "controller": "fixed"}
+    speculation, extra = load(config, target)
     assert isinstance(speculation.proposer, DraftModel)
-    assert speculation.controller == FixedLength() and speculation.max_num_draft_tokens == 2
+    assert speculation.controller == FixedLength() and speculation.pass_lengths == (0, 2)
     assert jax.tree.leaves(extra.proposer)
     llm = helios_jax.load(
         str(target), dtype="float32", max_num_seqs=1, speculative_config={"model": str(target)}
@@ -76,7 +82,7 @@ def test_a_draft_of_other_tokens_or_for_another_target(target, tmp_path):
         ({"method": "draft_model"}, "a draft model needs one"),
         ({"method": "ngram", "num_tokens": 3}, "'num_tokens' is unknown; must be one of method"),
         ({"method": "ngram", "controller": "pid"}, "controller='pid': must be one of fixed"),
-        ({"method": "ngram", "prompt_lookup_max": 1}, "min_ngram=2, max_ngram=1: must be"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "min_ngram=1, max_ngram=0: must be"),
         ({"method": "ngram", "num_speculative_tokens": -1}, "max_num_draft_tokens=-1"),
     ],
 )

@@ -2,6 +2,7 @@
 
     compare(workload, against)     decode and prefill rates of every engine, processes in turn
     measure_serving(workload)      requests one by one, together and mixed, and what they wait for
+    measure_speculation(workload)  prompts of a file without and with drafts, by category
     measure_cold_start(model)      time to the first token of a fresh process, and its memory
 
 Every engine runs in processes of its own (`*_worker.py`), so that no engine's threads, memory or
@@ -14,13 +15,16 @@ from helios_jax.bench.comparison import compare
 from helios_jax.bench.engines import PEERS
 from helios_jax.bench.serving import measure_serving
 from helios_jax.bench.serving_workload import ServingWorkload
+from helios_jax.bench.speculation import SpeculationWorkload, measure_speculation
 from helios_jax.bench.workload import Workload
 
 __all__ = [
     "PEERS",
     "ServingWorkload",
+    "SpeculationWorkload",
     "Workload",
     "compare",
     "measure_cold_start",
     "measure_serving",
+    "measure_speculation",
 ]

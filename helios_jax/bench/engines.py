@@ -4,7 +4,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,15 @@ def run_peer(name: str, interpreter: str, job: Mapping[str, Any]) -> dict[str, A
     return run_worker([interpreter, "-P", str(PEERS[name].worker)], job)
 
 
-def run_worker(command: list[str], job: Mapping[str, Any]) -> dict[str, Any]:
+def run_worker(
+    command: list[str],
+    job: Mapping[str, Any],
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
     """Runs `command JOB RESULT` on files, since engines print to standard output.
+
+    Args:
+      progress: told every line of its standard error.
 
     Raises:
       RuntimeError: it failed; with the end of what it wrote to standard error.
@@ -101,16 +109,21 @@ def run_worker(command: list[str], job: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         job_path, result_path = Path(folder, "job.json"), Path(folder, "result.json")
         job_path.write_text(json.dumps(job))
-        ended = subprocess.run(
+        last_lines: deque[str] = deque(maxlen=15)
+        with subprocess.Popen(
             [*command, str(job_path), str(result_path)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-        )
-        if ended.returncode or not result_path.exists():
-            last_lines = "\n".join(ended.stderr.splitlines()[-15:])
+        ) as process:
+            assert process.stderr is not None, "it is a pipe"
+            for line in process.stderr:
+                last_lines.append(line.rstrip())
+                progress(last_lines[-1])
+        if process.returncode or not result_path.exists():
             raise RuntimeError(
-                f"{' '.join(command)} ended with code {ended.returncode}:\n{last_lines}"
+                f"{' '.join(command)} ended with code {process.returncode}:\n"
+                + "\n".join(last_lines)
             )
         return json.loads(result_path.read_text())

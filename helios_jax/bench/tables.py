@@ -162,6 +162,47 @@ def describe_profile(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def speculation_table(report: Mapping[str, Any]) -> Table:
+    """A row per category of prompts: both rates, their ratio, what was accepted."""
+    workload = report["workload"]
+    config = ", ".join(f"{key}={value}" for key, value in workload["speculative_config"].items())
+    table = Table(
+        title=f"{workload['model']}, one request at a time, up to {workload['output_tokens']} "
+        f"tokens at temperature {workload['temperature']:g}; {config}"
+    )
+    table.add_column("category")
+    for title in (
+        "prompts", "plain tokens/s", "tokens/s", "ratio", "with prefill", "accepted",
+        "tokens a verification", "equal outputs",
+    ):  # fmt: skip
+        table.add_column(title, justify="right")
+    for row in report["categories"]:
+        rate, length = row["acceptance_rate"], row["acceptance_length"]
+        table.add_row(
+            row["category"] + (" (COMPILED WHILE TIMED)" if row["num_compiled"] else ""),
+            str(row["num_prompts"]),
+            f"{row['plain_rate']:.4g}",
+            f"{row['rate']:.4g}",
+            f"{row['ratio']:.2f}x",
+            f"{row['total_ratio']:.2f}x",
+            "" if rate is None else f"{rate:.0%}",
+            "" if length is None else f"{length:.2f}",
+            str(row["num_equal"]),
+        )
+    return table
+
+
+def describe_speculation(report: Mapping[str, Any]) -> list[str]:
+    """Acceptance by place in the draft, versions, weights."""
+    rates = [
+        f"{place['num_accepted'] / place['num_proposed']:.0%}"
+        for place in report["acceptance"]
+        if place["num_proposed"]
+    ]
+    by_place = f"accepted by place in the draft: {', '.join(rates) or 'nothing was drafted'}"
+    return [by_place, f"helios: {_versions(report['versions'])}; {report['weights']}"]
+
+
 def _quantity(value: float, unit: str) -> str:
     return f"{value:.1%}" if unit == "share" else f"{value:.4g} {unit}"
 

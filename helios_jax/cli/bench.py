@@ -191,6 +191,67 @@ def serve(
     console.print(tables.describe_machine(report["machine"]), highlight=False)
 
 
+@app.command()
+def speculative(
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="JSONL: an object a line with prompt, messages or turns, and perhaps category.",
+        ),
+    ],
+    model: options.Model = options.DEFAULT_MODEL,
+    prompt_lookup: options.PromptLookup = None,
+    draft: options.DraftModel = None,
+    speculative_config: options.SpeculativeConfig = None,
+    dtype: options.Dtype = "auto",
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    category: Annotated[
+        list[str] | None, typer.Option("--category", help="Only these; repeatable. Default: all.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Prompts of a category at most. Default: all.")
+    ] = None,
+    output_tokens: Annotated[int, typer.Option(help="Of each prompt, at most.")] = 128,
+    temperature: options.Temperature = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the tokens drawn.")] = 0,
+    json_path: _JsonPath = None,
+    debug: Debug = False,
+) -> None:
+    """Measure decoding with and without speculation on the prompts of a file, by category.
+
+    Every prompt is asked alone, of two engines in turn; rates count the tokens after the first.
+    Without another choice prompt lookup drafts, as many tokens as pay.
+    """
+    from rich.console import Console
+
+    from helios_jax.bench import SpeculationWorkload, measure_speculation, tables
+
+    _check_folder(json_path)
+    chosen = options.speculating(prompt_lookup, draft, speculative_config)
+    workload = SpeculationWorkload(
+        prompts=str(prompts),
+        speculative_config=chosen.get("speculative_config", {"method": "ngram"}),
+        model=model,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        categories=tuple(category or ()),
+        limit=limit,
+        output_tokens=output_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    status = Console(stderr=True).status("")
+    with status:
+        report = measure_speculation(workload, status.update)
+    _write(report, json_path)
+    console = Console()
+    console.print(tables.speculation_table(report))
+    for line in tables.describe_speculation(report):
+        console.print(line, highlight=False)
+    console.print(tables.describe_machine(report["machine"]), highlight=False)
+
+
 def _check_folder(json_path: Path | None) -> None:
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise ValueError(f"json={str(json_path)!r}: its folder must exist")

@@ -103,6 +103,7 @@ EXPECTED = Expected(
     weight_size=48 * 32,
     growing=frozenset({Array("u16", (64, 2, 64)), Array("s32", (64,))}),
     pool_bytes=2 * 64 * 2 * 64 * 2,
+    logits=(4, 96),
 )
 MEMORY = Memory(temporary=500, alias=EXPECTED.pool_bytes, argument=0)
 
@@ -218,11 +219,26 @@ def test_abstract_step_knows_what_must_be_in_it():
     assert Array("u16", state.pools.k.shape) in step.expected.growing
 
 
+def test_abstract_step_knows_the_passes_of_a_round_that_speculates():
+    def kernels(drafter: str) -> dict[str, int]:
+        case = StepCase("h100", num_layers=2, num_rows=8, drafter=drafter)
+        return abstract_step(case).expected.passes[1]
+
+    plain, lookup, model = map(kernels, ("none", "lookup", "model"))
+    # Without drafts and with them; then three passes over two layers, of which one ends early.
+    assert lookup == {name: 2 * count for name, count in plain.items()}
+    assert model["int4_matmul"] == lookup["int4_matmul"] + 3 * 4 * 2 - 3
+    assert model["append_kv_fp8_e4m3"] == lookup["append_kv_fp8_e4m3"] + 3 * 2
+    assert model["paged_attention_fp8_e4m3"] == lookup["paged_attention_fp8_e4m3"] + 3 * 2 - 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(device="b200"), "device='b200': must be one of"),
         (dict(precisions="wide"), "precisions='wide': must be one of"),
+        (dict(drafter="eagle"), "drafter='eagle': must be one of none, lookup, model"),
+        (dict(drafter="lookup", num_rows=128), "num_rows=128: above 512 tokens a100 multiplies"),
         (dict(num_layers=0), "num_layers=0: must be at least 1"),
         (dict(chunk_tokens=1024), "chunk_tokens=1024: above 512 tokens a100 multiplies"),
     ],
@@ -241,6 +257,7 @@ GOOD_FACTS = dict(
 
 
 def test_the_command_prints_figures_keeps_them_and_fails_on_errors(tmp_path, monkeypatch, capsys):
+    # A case that speculates is one of "narrow" precision.
     facts = {"narrow": GOOD_FACTS, "both": dict(errors=["did not compile in 1800 s"])}
     monkeypatch.setattr(command, "_compile", lambda case: facts[case.precisions])
     path = tmp_path / "results" / "steps.json"
@@ -249,9 +266,15 @@ def test_the_command_prints_figures_keeps_them_and_fails_on_errors(tmp_path, mon
     assert "4-6" in capsys.readouterr().out
     assert command.main(arguments) == 1
     printed = capsys.readouterr().out
-    assert "error: h100, 4 layers, 64 rows, chunk of 512, FP8 and bfloat16 KV: did not" in printed
+    assert "error: h100, 2 layers, 64 rows, chunk of 512, FP8 and bfloat16 KV: did not" in printed
     kept = json.loads(path.read_text())
-    assert [step["precisions"] for step in kept["steps"]] == ["narrow", "both"]
+    cases = [(step["precisions"], step["drafter"]) for step in kept["steps"]]
+    assert cases == [
+        ("narrow", "none"),
+        ("narrow", "lookup"),
+        ("narrow", "model"),
+        ("both", "none"),
+    ]
     assert kept["steps"][0]["round"]["most"] == 6 and "jax" in kept["versions"]
     with pytest.raises(SystemExit):
         command.main(["--rows", "4096"])

@@ -1,7 +1,8 @@
 """`python -m helios_jax.engine.aot`: is the whole engine step good when compiled for a GPU?
 
-    python -m helios_jax.engine.aot                 four layers, on A100 and H100, with FP8 KV alone
-                                                    and beside bfloat16 KV
+    python -m helios_jax.engine.aot                 two layers, on A100 and H100, with FP8 KV alone
+                                                    and beside bfloat16 KV; speculating by lookup
+                                                    and by a draft model of two layers
     python -m helios_jax.engine.aot --layers 32     the whole of Llama 3 8B
     python -m helios_jax.engine.aot --device h200 --rows 16 --chunk-tokens 256
     python -m helios_jax.engine.aot --out FILE      keeps the table as JSON
@@ -39,7 +40,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from helios_jax.engine.aot.cases import PRECISIONS, StepCase
+from helios_jax.engine.aot.cases import DRAFTERS, PRECISIONS, StepCase
 from pallas_kernels.aot import absent, provenance
 from pallas_kernels.devices import DEVICES
 
@@ -51,17 +52,24 @@ def main(arguments: list[str] | None = None) -> int:
     """Compiles the cases that the options name; 1 if any has an error."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", nargs="+", choices=tuple(DEVICES), default=["a100", "h100"])
-    parser.add_argument("--layers", type=int, default=4, help="of the model, 32 for all")
+    parser.add_argument("--layers", type=int, default=2, help="of the model, 32 for all")
     parser.add_argument("--rows", type=int, default=64, help="that decode")
     parser.add_argument("--chunk-tokens", type=int, default=512, help="of the prefill chunk")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
     parser.add_argument("--jobs", type=int, default=2, help="compiling processes at a time")
     parser.add_argument("--out", type=Path, help="JSON file of the table")
     options = parser.parse_args(arguments)
     try:
         cases = [
-            StepCase(device, options.layers, options.rows, options.chunk_tokens, precisions)
-            for device, precisions in itertools.product(options.device, options.precisions)
+            StepCase(
+                device, options.layers, options.rows, options.chunk_tokens, precisions, drafter
+            )
+            for device, precisions, drafter in itertools.product(
+                options.device, options.precisions, options.drafters
+            )
+            # Speculation doubles the passes, and both precisions their kernels: one at a time.
+            if drafter == "none" or precisions == "narrow" or len(options.precisions) == 1
         ]
     except ValueError as error:
         parser.error(str(error))

@@ -5,7 +5,8 @@ kernels    each pass over the model (the chunk's, a decode round's) launches the
 codes      the codes of a quantised linear are read by int4_matmul and by nothing else: nothing
            expands, multiplies or copies them
 products   no matrix product has an operand of a weight's size but the weights that are dense
-arrays     nothing of a weight's size is made but by our kernels, or in place in a pool
+arrays     nothing of a weight's size is made but by our kernels, or in place in a pool; logits
+           aside
 pools      no copy of an array that grows with the KV pool, none of the block tables' either
 memory     temporaries are a small part of the pools, and the pools are updated in place
 """
@@ -32,7 +33,9 @@ class Expected:
       dense: shapes of the linears that are not quantised.
       weight_size: elements of the smallest quantised linear.
       growing: arrays whose size follows the KV pool's, the pools among them.
-      pool_bytes: of both pools.
+      pool_bytes: of all pools.
+      logits: (tokens of a round's pass, vocabulary): logits and probabilities may be as large as a
+        weight.
     """
 
     passes: tuple[dict[str, int], ...]
@@ -41,6 +44,7 @@ class Expected:
     weight_size: int
     growing: frozenset[Array]
     pool_bytes: int
+    logits: tuple[int, int]
 
 
 class Memory(NamedTuple):
@@ -196,8 +200,15 @@ def _arrays(program: Program, expected: Expected) -> list[str]:
         for each in program.executed()
         if each.opcode not in PLUMBING and each.kernel is None
         for array in each.arrays
-        if array.size >= expected.weight_size and array not in expected.growing
+        if array.size >= expected.weight_size
+        and array not in expected.growing
+        and not _are_logits(array, expected)
     ]
+
+
+def _are_logits(array: Array, expected: Expected) -> bool:
+    num_tokens, vocab_size = expected.logits
+    return array.shape[-1:] == (vocab_size,) and array.size <= num_tokens * vocab_size
 
 
 def _pools(program: Program, expected: Expected) -> list[str]:
