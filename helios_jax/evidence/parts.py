@@ -25,6 +25,8 @@ from helios_jax.replay.prompts import DEFAULT_TEXT, read_text
 PARTS, INPUTS = "parts", "inputs"
 # Of the article's time, 30 requests a minute of a thousand tokens.
 _GENERATED = Arrivals()
+# Prompt and output, so that a model of 4,096 tokens takes all.
+_LONGEST = (3000, 1000)
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,12 @@ def make_inputs(
         require(path is None or path.is_file(), f"{name}={str(path)!r}: is no file")
     if trace is None:
         trace_path = inputs / "generated.csv"
-        write_azure_csv(_GENERATED.draw(), trace_path)
+        write_azure_csv(_GENERATED.draw().scaled(1, *_LONGEST), trace_path)
         described.append(
             f"trace: {_GENERATED.num_requests} generated requests, {_GENERATED.rate:g} a second, "
             f"burstiness {_GENERATED.burstiness:g}, prompts of {_GENERATED.median_prompt:g} tokens "
-            f"and outputs of {_GENERATED.median_output:g} in the median, seed {_GENERATED.seed}"
+            f"and outputs of {_GENERATED.median_output:g} in the median, {_LONGEST[0]} and "
+            f"{_LONGEST[1]} at most, seed {_GENERATED.seed}"
         )
     else:
         trace_path = Path(shutil.copyfile(trace, inputs / trace.name))
