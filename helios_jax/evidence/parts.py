@@ -6,6 +6,7 @@ run again; so an interrupted report goes on where it stopped.
 
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -25,8 +26,8 @@ from helios_jax.replay.prompts import DEFAULT_TEXT, read_text
 PARTS, INPUTS = "parts", "inputs"
 # Of the article's time, 30 requests a minute of a thousand tokens.
 _GENERATED = Arrivals()
-# Prompt and output, so that a model of 4,096 tokens takes all.
-_LONGEST = (3000, 1000)
+# Some ten thousand tokens.
+_CALIBRATION_CHARS = 40_000
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Inputs:
     """What the parts are run on, as files under the report's folder.
 
     Attributes:
-      trace, text: their paths relative to the folder.
+      trace, text, calibration: their paths relative to the folder; the last is the text's end,
+        which nothing is measured on.
       draft: a draft model; None drafts by prompt lookup.
       model: of the measured parts.
       descriptions: one line each on where they come from.
@@ -42,6 +44,7 @@ class Inputs:
 
     trace: str
     text: str
+    calibration: str
     draft: str | None
     model: str
     descriptions: tuple[str, ...]
@@ -84,24 +87,25 @@ def make_inputs(
         require(path is None or path.is_file(), f"{name}={str(path)!r}: is no file")
     if trace is None:
         trace_path = inputs / "generated.csv"
-        write_azure_csv(_GENERATED.draw().scaled(1, *_LONGEST), trace_path)
+        write_azure_csv(_GENERATED.draw(), trace_path)
         described.append(
             f"trace: {_GENERATED.num_requests} generated requests, {_GENERATED.rate:g} a second, "
             f"burstiness {_GENERATED.burstiness:g}, prompts of {_GENERATED.median_prompt:g} tokens "
-            f"and outputs of {_GENERATED.median_output:g} in the median, {_LONGEST[0]} and "
-            f"{_LONGEST[1]} at most, seed {_GENERATED.seed}"
+            f"and outputs of {_GENERATED.median_output:g} in the median, seed {_GENERATED.seed}"
         )
     else:
         trace_path = Path(shutil.copyfile(trace, inputs / trace.name))
         described.append(f"trace: {trace.name}")
     text_path = inputs / (text.name if text is not None else "reference.txt")
-    text_path.write_text(read_text(text), encoding="utf-8")
+    content = read_text(text)
+    text_path.write_text(content, encoding="utf-8")
+    calibration_path = inputs / f"end_of_{text_path.name}"
+    calibration_path.write_text(content[-_CALIBRATION_CHARS:], encoding="utf-8")
     described.append(f"text: {DEFAULT_TEXT if text is None else text.name}")
     described.append(f"model: {model}")
     described.append("draft: prompt lookup" if draft is None else f"draft: {Path(draft).name}")
-    return Inputs(
-        f"{INPUTS}/{trace_path.name}", f"{INPUTS}/{text_path.name}", draft, model, tuple(described)
-    )
+    names = [f"{INPUTS}/{path.name}" for path in (trace_path, text_path, calibration_path)]
+    return Inputs(*names, draft=draft, model=model, descriptions=tuple(described))
 
 
 def parts_of(inputs: Inputs, quick: bool) -> list[Part]:
@@ -142,7 +146,7 @@ def _counted(inputs: Inputs) -> list[Part]:
 def _simulated(inputs: Inputs, quick: bool) -> list[Part]:
     """A 7B model on one H100."""
     # As many users at once as the article's figures imply, some sixty.
-    busy = ("simulate", inputs.trace, "--max-model-len", "4096", "--time-stretch", "0.05")
+    busy = ("simulate", inputs.trace, "--max-model-len", "10240", "--time-stretch", "0.05")
 
     def on_h100(model: str, weight_bits: int, kv: str, policy: str) -> tuple[str, ...]:
         return (
@@ -185,7 +189,7 @@ def _kv_precision(inputs: Inputs, quick: bool) -> Part:
         "kv_precision",
         (
             "evaluate", inputs.model, "--text", f"reference={inputs.text}", *options,
-            "--kv-calibration", inputs.text, "--dtype", "bfloat16",
+            "--kv-calibration", inputs.calibration, "--dtype", "bfloat16",
             "--max-text-tokens", "513" if quick else "4097",
             "--context", "512" if quick else "4096",
         ),
@@ -290,7 +294,8 @@ def _shortened(found: Any) -> Any:
     if isinstance(found, list):
         return [_shortened(value) for value in found]
     if isinstance(found, float):
-        return float(f"{found:.6g}")
+        # JSON has no infinity, which is what a request that was refused waits.
+        return float(f"{found:.6g}") if math.isfinite(found) else None
     return found
 
 

@@ -103,13 +103,14 @@ def _ladder() -> Table:
 
 
 def _predicted() -> Table:
-    def tok_per_user(run: Mapping[str, float]) -> float:
-        return 1 / run["tpot_p50_seconds"]
+    def milliseconds(key: str) -> Callable[[Any], float | None]:
+        # None where so many were refused that the percentile is one of them.
+        return lambda runs: None if runs[0][key] is None else 1e3 * runs[0][key]
 
-    values: tuple[Callable[[Any], float], ...] = (
-        lambda runs: 1e3 * runs[0]["ttft_p50_seconds"],
-        lambda runs: 1e3 * runs[0]["ttft_p95_seconds"],
-        lambda runs: tok_per_user(runs[0]),
+    values: tuple[Callable[[Any], float | None], ...] = (
+        milliseconds("ttft_p50_seconds"),
+        milliseconds("ttft_p95_seconds"),
+        lambda runs: 1 / runs[0]["tpot_p50_seconds"],
         lambda runs: runs[0]["capacity_tokens_per_second"],
     )
     units = ("ms", "ms", "tok/s", "tok/s")
