@@ -77,8 +77,6 @@ def run_ladder(
     goodput: Mapping[str, float] | None = None,
     say: Callable[[str], Any] = lambda text: None,
     watch: Watch = lambda state: None,
-    done: Mapping[str, dict[str, Any]] | None = None,
-    keep: Callable[[str, dict[str, Any]], Any] = lambda name, report: None,
 ) -> dict[str, Any]:
     """Replays the trace on each row's engine.
 
@@ -88,7 +86,6 @@ def run_ladder(
       quantised: a checkpoint of the same model with 4-bit weights; None where `serving.model` has
         them, whose first row is then served dequantised.
       rows: which of the five; ratios are to the first of them.
-      done, keep: reports by row name that need not be measured again, and where a new one goes.
 
     Returns:
       schema 1: {circumstances, traffic, ladder: [{name, article, ratios, report}]}.
@@ -105,13 +102,10 @@ def run_ladder(
         current = replace(current, **step.changes)
         if number not in rows:
             continue
-        report = (done or {}).get(step.name)
-        if report is None:
-            report = replay_trace(
-                traffic, current, goodput=goodput,
-                say=lambda text, step=step: say(f"{step.name}: {text}"), watch=watch,
-            ).report  # fmt: skip
-            keep(step.name, report)
+        report = replay_trace(
+            traffic, current, goodput=goodput,
+            say=lambda text, step=step: say(f"{step.name}: {text}"), watch=watch,
+        ).report  # fmt: skip
         found.append({"name": step.name, "article": step.article, "report": report})
         if report["is_interrupted"]:
             break

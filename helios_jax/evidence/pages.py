@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from helios_jax.evidence.parts import PARTS, Inputs
-from helios_jax.evidence.tables import SHIPPED, Cell, Table, shipped_results
+from helios_jax.evidence.tables import SHIPPED, Cell, Table, ladder_parts, shipped_results
 
 MARKDOWN, HTML = "report.md", "report.html"
 _STYLE = """
@@ -87,13 +87,14 @@ def pictures_of(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     except ImportError:
         return {}
     drawn = {}
-    if "ladder" in kept:
-        rows = kept["ladder"]["result"]["ladder"]
+    results = {name: part["result"] for name, part in kept.items()}
+    rows = [row for part in ladder_parts(results) for row in part["ladder"]]
+    if rows:
         reports = {row["name"]: row["report"] for row in rows}
         drawn["ladder"] = plots.as_data_url(plots.replay_picture(reports))
     for name, draw in (("profile", plots.profile_picture), ("sweep", plots.sweep_picture)):
         if name in kept:
-            drawn[name] = plots.as_data_url(draw(kept[name]["result"]))
+            drawn[name] = plots.as_data_url(draw(results[name]))
     return drawn
 
 

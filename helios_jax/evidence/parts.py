@@ -213,11 +213,14 @@ def _replayed(inputs: Inputs, quick: bool) -> list[Part]:
     replay = ("replay", inputs.trace, inputs.model)
     all_of_it = traffic("0.1", "0.05") if quick else traffic("0.5", "0.25")
     some = traffic("0.04", "0.02") if quick else traffic("0.2", "0.1")
+    # A part each, so that what is done of them is kept.
     parts = [
         Part(
-            "ladder", (*replay, "--ladder", *drafting, *size, *all_of_it), True,
-            "the article's five configurations, replayed",
+            f"ladder_{number}",
+            (*replay, "--ladder", "--row", str(number + 1), *drafting, *size, *all_of_it),
+            True, f"the article's configuration {number + 1} of 5, replayed",
         )
+        for number in range(5)
     ]  # fmt: skip
     for temperature in (1.0,) if quick else (0.1, 1.0):
         parts.append(

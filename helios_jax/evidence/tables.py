@@ -82,13 +82,14 @@ def _ladder() -> Table:
             keys, units, article.LADDER_COLUMNS, figures, strict=True
         ):
 
-            def value(result: Any, number=number, key=key) -> float | None:
-                return result["ladder"][number]["report"][key]
+            def value(result: Any, key=key) -> float | None:
+                return result["ladder"][0]["report"][key]
 
-            cells.append(Cell(row, column, f"{figure:,}", "ladder", value, unit, _SMALL))
+            part = f"ladder_{number}"
+            cells.append(Cell(row, column, f"{figure:,}", part, value, unit, _SMALL))
 
     def closing(results: Results) -> str:
-        rows = results["ladder"]["ladder"]
+        rows = [row for part in ladder_parts(results) for row in part["ladder"]]
         figures = {row["article"]: [row["report"][key] for key in keys] for row in rows}
         return _verdicts(figures)
 
@@ -100,6 +101,12 @@ def _ladder() -> Table:
         "ladder",
         closing,
     )
+
+
+def ladder_parts(results: Results) -> list[Any]:
+    """The rows that are there, in order."""
+    names = [f"ladder_{number}" for number in range(len(article.LADDER))]
+    return [results[name] for name in names if name in results]
 
 
 def _predicted() -> Table:
@@ -126,6 +133,7 @@ def _predicted() -> Table:
         figures = {
             row: [value(results[f"predicted_{number}"]) for value in values]
             for number, row in enumerate(article.LADDER)
+            if f"predicted_{number}" in results
         }
         return _verdicts(figures)
 
@@ -251,8 +259,8 @@ def _acceptance() -> Table:
     cells = [
         Cell(
             "greedy (the ladder's fourth row)", "acceptance",
-            f"{article.ACCEPTANCE['draft of the AWQ target, AWQ target']:.0%}", "ladder",
-            lambda result: result["ladder"][3]["report"]["acceptance_rate"], "%", differs,
+            f"{article.ACCEPTANCE['draft of the AWQ target, AWQ target']:.0%}", "ladder_3",
+            lambda result: result["ladder"][0]["report"]["acceptance_rate"], "%", differs,
         )
     ]  # fmt: skip
     for temperature, rate in article.ACCEPTANCE_AT_TEMPERATURE.items():
