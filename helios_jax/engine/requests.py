@@ -10,7 +10,7 @@ import numpy as np
 from helios_jax.config import ModelConfig, require
 from helios_jax.engine.row_progress import Row, RowProgress, limit_params
 from helios_jax.outputs import Acceptance, RequestOutput, StreamOutput, Timings, Usage
-from helios_jax.sampling import SamplingParams
+from helios_jax.sampling import MAX_NUMBER, SamplingParams
 from helios_jax.tokenizer import IncrementalDecoder, StopStringMatcher, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -57,8 +57,9 @@ class Targets:
 
     def __post_init__(self):
         require(
-            np.isfinite(self.priority),
-            f"priority={self.priority}: must be a finite number; lower is earlier",
+            abs(self.priority) <= MAX_NUMBER,
+            f"priority={self.priority}: must be a finite number, at most {MAX_NUMBER:g} either "
+            "way; lower is earlier",
         )
         for name in ("deadline_seconds", "ttft_target_seconds", "tpot_target_seconds"):
             value = getattr(self, name)

@@ -25,8 +25,8 @@ _SCALARS = [
     for field in pb.SamplingParams.DESCRIPTOR.fields
     if field.has_presence and field.message_type is None
 ]
-# What the template gets from elsewhere, or what would replace it.
-_RESERVED_VARIABLES = {"messages", "tools", "add_generation_prompt", "chat_template"}
+# What the template gets from elsewhere, what would replace it, and Python's own.
+_RESERVED_VARIABLES = {"self", "messages", "tools", "add_generation_prompt", "chat_template"}
 
 
 # Requests in

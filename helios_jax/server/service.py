@@ -44,14 +44,9 @@ _SHORT_CHARS = 2000
 
 @dataclass
 class _Active:
-    """A request in the engine.
-
-    number: the engine's.
-    """
+    """A request in the engine, by whose number `number` is."""
 
     request_id: str
-    client: str
-    num_prompt: int
     inbox: Inbox = field(default_factory=Inbox)
     number: int = -1
 
@@ -141,10 +136,8 @@ class InferenceService(InferenceServicer):
     ) -> Iterator[_Active]:  # fmt: skip
         """A request in the engine; it is aborted however the block is left."""
         call = current_call.get()
-        active = _Active(self._request_id(request.request_id, call.client), call.client, len(ids))
+        active = _Active(self._request_id(request.request_id, call.client))
         call.fields |= {"request_id": active.request_id, "prompt_tokens": len(ids)}
-        if self._config.log_prompts:
-            call.fields["prompt"] = self._loaded.tokenizer.decode(ids, skip_special_tokens=False)
         engine, key = self._loaded.engine, (call.client, active.request_id)
         active.number = engine.submit(
             ids,
@@ -156,6 +149,8 @@ class InferenceService(InferenceServicer):
             **scheduling_from_proto(request.scheduling),
         )
         self._active[key] = active
+        if self._config.log_prompts:
+            call.fields["prompt"] = self._loaded.tokenizer.decode(ids, skip_special_tokens=False)
         try:
             yield active
         finally:

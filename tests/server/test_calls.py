@@ -58,7 +58,7 @@ def eventually(check: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.01)
 
 
-def assert_idle(client: Client) -> None:
+def assert_idle(client: Client, seconds: float = 10) -> None:
     """No request in flight and no block in use, within a moment."""
 
     def is_idle() -> bool:
@@ -67,7 +67,7 @@ def assert_idle(client: Client) -> None:
             load.num_requests or load.num_used_blocks or load.num_running or load.num_waiting
         )
 
-    eventually(is_idle)
+    eventually(is_idle, seconds)
 
 
 # What is generated
@@ -206,6 +206,9 @@ def test_an_event_loop_has_the_same(server, client):
             "ttft_target_seconds=-1.0: must be above 0",
         ),
         (dict(scheduling=dict(priority=float("inf"))), "scheduling.priority", "finite number"),
+        (dict(scheduling=dict(priority=1e300)), "scheduling.priority", "finite.*at most 1e"),
+        (dict(sampling=dict(logit_bias={1: 1e300})), "sampling.logit_bias", "must be a finite"),
+        (dict(sampling=dict(repetition_penalty=1e-300)), "sampling.repetition_penalty", "must be"),
         (dict(request_id="x" * 129), "request_id", "129 characters: must be at most 128"),
     ],
 )

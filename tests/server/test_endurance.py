@@ -12,6 +12,9 @@ from tests.server.processes import LLM_OPTIONS, Server
 from tests.server.soak import KINDS, soak
 from tests.server.test_calls import GREEDY, assert_idle
 
+# A wider set of sampling parameters is compiled for, while everybody waits.
+COMPILE_SECONDS = 240
+
 
 def check_soak(server: Server, client: Client, num_streams: int, seconds: float) -> None:
     """Runs the soak, and looks at what it left."""
@@ -47,7 +50,7 @@ def check_storm(server: Server, client: Client, number: int) -> None:
     with grpc.insecure_channel(server.address) as channel:
         counts = storm(channel, number, seed)
     print(dict(counts))
-    assert_idle(client)
+    assert_idle(client, COMPILE_SECONDS)
     assert client.is_ready()
     assert client.generate("Hello", **GREEDY).outputs == wanted.outputs
     kinds = {ended.split(":")[0] for ended in counts}

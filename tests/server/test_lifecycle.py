@@ -236,7 +236,7 @@ def test_what_does_not_end_in_time_is_cut_off(grace_seconds, signals):
 
     async def work() -> None:
         server = run._Server(ServerConfig(grace_seconds=grace_seconds))
-        gate, service, active = server._gate, server._service, _Active("id", "client", 1)
+        gate, service, active = server._gate, server._service, _Active("id")
         gate.state = State.SERVING
         service._active["client", "id"] = active
         gate._enter(Call("Generate", "client"), pb.GenerateRequest())
