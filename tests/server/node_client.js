@@ -9,12 +9,13 @@ const definition = loader.loadSync("helios/v1/inference.proto", {
 const { Inference } = grpc.loadPackageDefinition(definition).helios.v1;
 const client = new Inference(address, grpc.credentials.createInsecure());
 
-const found = { events: [], text: "", token_ids: [], finish_reason: null, code: null, late: null };
 const request = {
   text: "Hello", sampling: { temperature: 0, max_tokens: 12, ignore_eos: true },
 };
+const long = { text: "Hi", sampling: { temperature: 0, max_tokens: 1000, ignore_eos: true } };
 
 function stream(deadlineSeconds, request, done) {
+  const found = { events: [], text: "", token_ids: [], finish_reason: null };
   const deadline = new Date(Date.now() + 1000 * deadlineSeconds);
   const call = client.Generate(request, { deadline });
   call.on("data", (response) => {
@@ -26,17 +27,12 @@ function stream(deadlineSeconds, request, done) {
     if (response.finished) found.finish_reason = response.finished.outputs[0].finish_reason;
   });
   call.on("error", () => {});
-  call.on("status", (status) => done(status));
+  call.on("status", (status) => done({ ...found, code: status.code }));
 }
 
-stream(60, request, (status) => {
-  found.code = status.code;
-  const events = found.events.length;
-  const long = { text: "Hi", sampling: { temperature: 0, max_tokens: 1000, ignore_eos: true } };
-  stream(0.02, long, (status) => {
-    found.late = status.code;
-    found.events.length = events;
-    console.log(JSON.stringify(found));
+stream(60, request, (found) => {
+  stream(0.02, long, (late) => {
+    console.log(JSON.stringify({ ...found, late: late.code }));
     client.close();
   });
 });
