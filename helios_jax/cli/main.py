@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from helios_jax.cli import bench
+from helios_jax.cli import bench, client
 from helios_jax.cli.calibrate_kv import calibrate_kv
 from helios_jax.cli.chat import chat
 from helios_jax.cli.convert import convert
@@ -23,6 +23,7 @@ from helios_jax.cli.models import models
 from helios_jax.cli.options import Debug
 from helios_jax.cli.pull import pull
 from helios_jax.cli.quantize import quantize
+from helios_jax.cli.serve import serve
 from helios_jax.cli.simulate import simulate
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ app = typer.Typer(
 for verb in (
     generate,
     chat,
+    serve,
     pull,
     models,
     convert,
@@ -45,6 +47,7 @@ for verb in (
     simulate,
 ):
     app.command()(verb)
+app.add_typer(client.app)
 app.add_typer(bench.app)
 
 
