@@ -18,6 +18,7 @@ ORDER = (
     ("sampling", "tokenizer", "quant", "hub"),
     ("cache",),
     ("scheduler", "profiler"),
+    ("plots",),
     ("model",),
     ("speculative",),
     ("generation", "outputs"),
@@ -27,6 +28,7 @@ ORDER = (
     ("",),
     ("calibrate", "distill", "replay", "server"),
     ("bench",),
+    ("evidence",),
     ("cli",),
 )
 # What the server may know of: it decides nothing about memory, order or tokens.

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from helios_jax.bench.cold_start import CACHES, MEMORY, STAGES
 from helios_jax.bench.comparison import HELIOS
+from helios_jax.profiler import PARTS
 
 
 def describe_machine(machine: Mapping[str, Any]) -> str:
@@ -105,6 +106,60 @@ def describe_serving(report: Mapping[str, Any]) -> list[str]:
     versions = [f"{name}: {_versions(found)}" for name, found in report["versions"].items()]
     num_new = sum(row["num_new_programs"] for row in report["serving"])
     return [*versions, report["weights"], f"programs compiled while timed: {num_new}"]
+
+
+def profile_table(report: Mapping[str, Any]) -> Table:
+    """Bytes of a decode round by part, and their shares."""
+    drafts = report["num_draft_tokens"]
+    table = Table(
+        title=f"{report['model']}: a decode round of {report['num_rows']} rows after "
+        f"{report['context_tokens']} tokens each, {report['kv_cache_dtype']} KV"
+        + (f", {drafts} draft tokens" if drafts else "")
+    )
+    table.add_column("part")
+    table.add_column("MB", justify="right")
+    table.add_column("share", justify="right")
+    for part, title in PARTS.items():
+        moved = report["bytes"][part]
+        table.add_row(title, f"{moved / 1e6:,.3f}", f"{moved / report['total_bytes']:.1%}")
+    table.add_row("all", f"{report['total_bytes'] / 1e6:,.3f}", "", style="bold")
+    return table
+
+
+def gpu_table(report: Mapping[str, Any]) -> Table:
+    """What the same round is predicted to take on GPUs."""
+    table = Table(title="Predicted from data sheets, weights as stored, 8-bit KV by default")
+    table.add_column("GPU")
+    for title in ("ms a round", "tokens/s", "limit", "fits"):
+        table.add_column(title, justify="right")
+    table.add_column("source")
+    for gpu in report["gpus"].values():
+        table.add_row(
+            gpu["name"], f"{gpu['seconds'] * 1e3:.3f}", f"{gpu['tokens_per_second']:,.0f}",
+            gpu["limit"], "yes" if gpu["fits"] else "no", gpu["source"],
+        )  # fmt: skip
+    return table
+
+
+def describe_profile(report: Mapping[str, Any]) -> list[str]:
+    """What was measured, in words; nothing where only a configuration was counted."""
+    lines = [f"{report['weights']}; keys and values are {report['kv_share']:.1%} of the bytes"]
+    if "measured" not in report:
+        return lines
+    measured, xla, bandwidth = report["measured"], report["xla"], report["bandwidth"]
+    lines.append(
+        f"measured {measured['round_seconds'] * 1e3:.2f} ms a round (median of "
+        f"{measured['repeats']}); at the {bandwidth['bytes_per_second'] / 1e9:.1f} GB/s that "
+        f"{bandwidth['method']} reads here it would take {measured['floor_seconds'] * 1e3:.2f} ms: "
+        f"{measured['roofline_share']:.0%} of the roofline"
+    )
+    if xla["bytes_accessed"] is not None:
+        lines.append(
+            f"XLA counts {xla['bytes_accessed'] / 1e6:,.1f} MB accessed by the instructions, "
+            f"{(xla['temporary_bytes'] or 0) / 1e6:,.1f} MB of temporaries, "
+            f"{(xla['argument_bytes'] or 0) / 1e6:,.1f} MB of arguments"
+        )
+    return lines
 
 
 def speculation_table(report: Mapping[str, Any]) -> Table:

@@ -117,15 +117,17 @@ class PagedCache:
         # All writes before all reads: a read between two writes makes XLA copy the pools.
         pools = self.pools
         for rows, common in zip(self.rows, options, strict=True):
-            pools = KVPools(*append_kv(*pools, key, value, rows.slot_T, **common))
+            with jax.named_scope("kv_write"):
+                pools = KVPools(*append_kv(*pools, key, value, rows.slot_T, **common))
         output = None
         for rows, common in zip(self.rows, options, strict=True):
-            attended = paged_attention(
-                _operand(query, rows.kv_dtype), *pools,
-                rows.block_table_BM, rows.context_len_B, rows.query_start_B, rows.query_len_B,
-                max_query_len=self.max_query_len, sliding_window=sliding_window,
-                tree_mask_BJJ=self.tree_mask_BJJ, **common,
-            ).astype(query_BTNH.dtype)  # fmt: skip
+            with jax.named_scope("kv_read"):
+                attended = paged_attention(
+                    _operand(query, rows.kv_dtype), *pools,
+                    rows.block_table_BM, rows.context_len_B, rows.query_start_B, rows.query_len_B,
+                    max_query_len=self.max_query_len, sliding_window=sliding_window,
+                    tree_mask_BJJ=self.tree_mask_BJJ, **common,
+                ).astype(query_BTNH.dtype)  # fmt: skip
             # Tokens of no row of this precision are zeros.
             output = attended if output is None else output + attended
         assert output is not None, "a pass needs rows"

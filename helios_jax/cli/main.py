@@ -18,11 +18,14 @@ from helios_jax.cli.calibrate_kv import calibrate_kv
 from helios_jax.cli.chat import chat
 from helios_jax.cli.convert import convert
 from helios_jax.cli.evaluate import evaluate
+from helios_jax.cli.evidence import evidence
 from helios_jax.cli.generate import generate
 from helios_jax.cli.models import models
 from helios_jax.cli.options import Debug
+from helios_jax.cli.profile import profile
 from helios_jax.cli.pull import pull
 from helios_jax.cli.quantize import quantize
+from helios_jax.cli.replay import replay
 from helios_jax.cli.serve import serve
 from helios_jax.cli.simulate import simulate
 
@@ -44,7 +47,10 @@ for verb in (
     quantize,
     evaluate,
     calibrate_kv,
+    profile,
+    replay,
     simulate,
+    evidence,
 ):
     app.command()(verb)
 app.add_typer(client.app)

@@ -5,13 +5,16 @@ where a person at a terminal wants something else than a server: temperature 0, 
 command prints the same text, and room for a whole answer.
 """
 
+import importlib.util
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from helios_jax.config import ModelConfig
     from helios_jax.sampling import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -81,6 +84,11 @@ SpeculativeConfig = Annotated[
         'vLLM\'s JSON, such as {"model": "…", "num_speculative_tokens": 5}.',
     ),
 ]  # fmt: skip
+
+PlotPath = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw it too: .png, .svg or .pdf; needs 'plots'."),
+]
 
 MaxTokens = Annotated[int, _option("--max-tokens", _SAMPLING, "Longest answer, in tokens.")]
 MinTokens = Annotated[int, _option("--min-tokens", _SAMPLING, "Shortest answer, in tokens.")]
@@ -153,6 +161,36 @@ def read_prompt(prompt: str) -> str:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt on standard input: must be UTF-8; {error}") from error
+
+
+def check_folder(name: str, path: Path | None) -> None:
+    """ValueError where a file could not be written there."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{name}={str(path)!r}: its folder must exist")
+
+
+def check_plot(path: Path | None) -> None:
+    """ValueError where a picture could not be drawn, before the work it shows is done."""
+    check_folder("plot", path)
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            f"plot={str(path)!r}: needs matplotlib; pip install 'helios-jax[plots]', or leave "
+            "--plot out"
+        )
+
+
+def bare_config(name: str) -> "ModelConfig | None":
+    """The configuration where `name` stands for nothing but one: no weights to load."""
+    from helios_jax.replay import MODELS
+
+    if name in MODELS:
+        return MODELS[name]
+    folder = Path(name)
+    if not (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
+        return None
+    from checkpoints_conv.huggingface_config import huggingface_config
+
+    return huggingface_config(folder)
 
 
 def load_llm(model: str, **loading: Any) -> Any:

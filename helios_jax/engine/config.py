@@ -151,10 +151,7 @@ def resolve_config(
         f"max_model_len={max_model_len}: must be in 2..{model.max_model_len}, the model's own "
         "limit",
     )
-    narrow = config.kv_cache_dtype
-    if narrow == "auto":
-        is_reference = jnp.dtype(cache_dtype) == jnp.float32
-        narrow = "float32" if is_reference else "fp8_e4m3" if platform == "gpu" else "bfloat16"
+    narrow = kv_dtype_of(config.kv_cache_dtype, cache_dtype)
     has_two = format_of(narrow).bits == 8 and config.kv_watermark < max_model_len
     wide = _WIDE_DTYPE if has_two else narrow
     narrow_tokens, wide_tokens = (format_of(name).tokens_per_block for name in (narrow, wide))
@@ -210,6 +207,15 @@ def resolve_config(
         speculation=speculation,
     )
     return scheduler, step
+
+
+def kv_dtype_of(kv_cache_dtype: str, cache_dtype: Any) -> str:
+    """What `EngineConfig.kv_cache_dtype` means for a model served with `cache_dtype`."""
+    if kv_cache_dtype != "auto":
+        return kv_cache_dtype
+    if jnp.dtype(cache_dtype) == jnp.float32:
+        return "float32"
+    return "fp8_e4m3" if jax.default_backend() == "gpu" else "bfloat16"
 
 
 def pool_block_bytes(model: ModelConfig, speculation: Speculation | None) -> int:

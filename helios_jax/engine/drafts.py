@@ -216,7 +216,8 @@ def propose(
             kv=inputs.kv,
             vocab_size=vocab_size,
         )
-        return speculation.proposer.propose(extra.proposer, state, rows, wanted_B, J)
+        with jax.named_scope("draft"):
+            return speculation.proposer.propose(extra.proposer, state, rows, wanted_B, J)
 
     shapes, _ = jax.eval_shape(ask, drafting.proposer)
     none = no_draft(len(wanted_B), J)._replace(q_BJV=_zeros(shapes.q_BJV))

@@ -5,6 +5,7 @@ tokens, every cached key and value of a row once, what is written once; activati
 Token counts may be ints or JAX arrays, so that the simulator evaluates the same functions.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,30 +19,36 @@ class Formats:
     """How numbers are stored.
 
     Attributes:
-      weight_bits: of the linears; 16 is unquantised.
-      group_size: weights that share a scale (and an integer zero of weight_bits); ignored at 16.
+      weight_bits: of the linears; 16 and more is unquantised.
+      group_size: input channels that share a scale and a zero; None for all of a weight's. Ignored
+        from 16 bits on.
       scale_bits: of a scale.
-      head_bits: of the embedding and the output head.
+      zero_bits: of a group's zero or offset; None for weight_bits, as AWQ and GPTQ files pack it; 0
+        where there is none (symmetric codes).
+      head_bits: of the embedding and the output head, scales included.
       kv_bits: of a cached element.
     """
 
     weight_bits: int = 4
-    group_size: int = 128
+    group_size: int | None = 128
     scale_bits: int = 16
-    head_bits: int = 16
+    zero_bits: int | None = None
+    head_bits: float = 16
     kv_bits: int = 8
 
     def __post_init__(self):
         for name in ("weight_bits", "group_size", "scale_bits", "head_bits", "kv_bits"):
             value = getattr(self, name)
-            require(value >= 1, f"{name}={value}: must be at least 1")
+            require(value is None or value >= 1, f"{name}={value}: must be at least 1")
+        require(
+            self.zero_bits is None or self.zero_bits >= 0,
+            f"zero_bits={self.zero_bits}: must be 0 or more, or None for weight_bits",
+        )
 
     @property
-    def bits_per_weight(self) -> float:
-        """Of the linears, scales and zeros included."""
-        if self.weight_bits >= 16:
-            return self.weight_bits
-        return self.weight_bits + (self.scale_bits + self.weight_bits) / self.group_size
+    def group_bits(self) -> int:
+        """Of a group's scale and zero."""
+        return self.scale_bits + (self.weight_bits if self.zero_bits is None else self.zero_bits)
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,6 @@ class Hardware:
         for name in ("bytes_per_second", "flops_per_second"):
             value = getattr(self, name)
             require(value > 0, f"{name}={value}: must be above 0")
-
-
-# Data sheet: 3.35 TB/s, 989 TFLOP/s dense bfloat16. What is reached in practice is less.
-H100_SXM = Hardware(bytes_per_second=3.35e12, flops_per_second=989e12)
 
 
 class StepBytes(NamedTuple):
@@ -83,11 +86,40 @@ def num_matmul_weights(config: ModelConfig) -> tuple[int, int]:
     return config.num_layers * (attention + ffn), config.vocab_size * D
 
 
+def linear_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """(inputs, outputs) of each linear of a layer: q, k, v, o, gate, up, down."""
+    D, F = config.hidden_size, config.intermediate_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return [(D, query), (D, kv), (D, kv), (query, D), (D, F), (D, F), (F, D)]
+
+
+def linear_bytes(config: ModelConfig, formats: Formats) -> float:
+    """Of all linears of the layers, scales and zeros included."""
+    bits = 0
+    for inputs, outputs in linear_shapes(config):
+        bits += inputs * outputs * formats.weight_bits
+        if formats.weight_bits < 16:
+            bits += (
+                outputs * math.ceil(inputs / (formats.group_size or inputs)) * formats.group_bits
+            )
+    return config.num_layers * bits / 8
+
+
+def vector_bytes(config: ModelConfig) -> int:
+    """Of norms and biases, which are served in float32."""
+    D, F = config.hidden_size, config.intermediate_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = 2 * D + 2 * config.head_dim * config.qk_norm
+    layer += (query + 2 * kv) * config.qkv_bias + D * config.attention_output_bias
+    layer += (2 * F + D) * config.mlp_bias
+    return 4 * (config.num_layers * layer + D)
+
+
 def weight_bytes(config: ModelConfig, formats: Formats) -> float:
-    """Of linears, head and embedding (once if tied) in memory."""
-    linears, head = num_matmul_weights(config)
+    """Of linears, head and embedding (once if tied) in memory; norms and biases aside."""
+    head = num_matmul_weights(config)[1]
     copies = 1 if config.tie_word_embeddings else 2
-    return (linears * formats.bits_per_weight + copies * head * formats.head_bits) / 8
+    return linear_bytes(config, formats) + copies * head * formats.head_bits / 8
 
 
 def kv_bytes_per_token(config: ModelConfig, kv_bits: int) -> int:
@@ -105,12 +137,12 @@ def step_bytes(
       num_sampled: positions whose logits are needed.
       kv_tokens: cached tokens read, summed over rows.
     """
-    linears, head = num_matmul_weights(config)
+    head = num_matmul_weights(config)[1]
     kv_bytes = kv_bytes_per_token(config, formats.kv_bits)
     runs = jnp.minimum(num_tokens, 1)
     samples = jnp.minimum(num_sampled, 1)
     return StepBytes(
-        linears=runs * (linears * formats.bits_per_weight / 8),
+        linears=runs * linear_bytes(config, formats),
         head=samples * (head * formats.head_bits / 8),
         embedding=num_tokens * (config.hidden_size * formats.head_bits / 8),
         kv_read=kv_tokens * float(kv_bytes),

@@ -21,30 +21,54 @@ with fcfs 83 s. A policy takes 3 to 6 s for code, 11 to 17 s for conv (one core 
 0.12.0.1).
 """
 
+from helios_jax.replay.lanes import Lane, highest_load, simulate_lanes
 from helios_jax.replay.machine import (
     BLOCK_TOKENS,
     MODELS,
+    Drafts,
     Machine,
+    RooflineSeconds,
     deal_targets,
     machine,
     saturation_seconds,
 )
+from helios_jax.replay.prompts import make_prompts, read_text
+from helios_jax.replay.recorded import read_burstgpt_csv, read_recorded, read_trace
+from helios_jax.replay.serving import Client, ReplayRequest, Run, Served, State, Update, serve
 from helios_jax.replay.simulate import Outcome, Targets, simulate, summarize
-from helios_jax.replay.traces import Trace, read_azure_csv, read_mooncake_jsonl, read_trace
+from helios_jax.replay.stream_client import StreamClient
+from helios_jax.replay.traces import Trace, read_azure_csv, read_mooncake_jsonl
 
 __all__ = [
     "BLOCK_TOKENS",
+    "Client",
+    "Drafts",
+    "Lane",
     "MODELS",
     "Machine",
     "Outcome",
+    "ReplayRequest",
+    "RooflineSeconds",
+    "Run",
+    "Served",
+    "State",
+    "StreamClient",
     "Targets",
     "Trace",
+    "Update",
     "deal_targets",
+    "highest_load",
     "machine",
+    "make_prompts",
     "read_azure_csv",
+    "read_burstgpt_csv",
     "read_mooncake_jsonl",
+    "read_recorded",
+    "read_text",
     "read_trace",
     "saturation_seconds",
+    "serve",
     "simulate",
+    "simulate_lanes",
     "summarize",
 ]

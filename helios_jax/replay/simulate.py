@@ -6,6 +6,7 @@ time passes per event and not per token. All in one compiled loop.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,6 +92,8 @@ class _Simulation(NamedTuple):
     now: Array
     # What float32 rounded off `now`, to be added next time.
     rest: Array
+    # Who arrived until then is known to the scheduler: see `overlaps`.
+    known_until: Array
     next_arrival: Array
     first_token_time_N: Array
     finish_time_N: Array
@@ -103,18 +106,36 @@ def simulate(
     config: SchedulerConfig,
     step_seconds: StepSeconds,
     urgency: Urgency,
+    *,
+    overlaps: bool = False,
 ) -> Outcome:
     """Serves the whole trace.
 
     Args:
       trace: requests that end after exactly `num_output` tokens.
       config: the scheduler's; `max_rounds` bounds the rounds of an event.
-      step_seconds: seconds of one pass, from the keywords of `profiler.step_seconds`.
+      step_seconds: mean seconds of one pass, from the keywords of `profiler.step_seconds` and
+        num_decode (rows that decode), decode_kv_tokens (of `kv_tokens`, those that they read) and
+        num_rounds (passes of the event). Tokens at the wide precision count as the narrow ones
+        that fill as much memory.
       urgency: a policy.
+      overlaps: whether a step is planned when the one before it begins, as the engine's host does,
+        so that who arrives during a step waits for the one after the next.
 
     Raises:
       ValueError: the targets are not as many as the requests.
     """
+    table = request_table(trace, targets, config)
+    outcome = _run(
+        init_scheduler(config), table, step_seconds, urgency, config.max_rounds, overlaps
+    )
+    return outcome._replace(
+        first_token_time_N=outcome.first_token_time_N[: len(trace)],
+        finish_time_N=outcome.finish_time_N[: len(trace)],
+    )
+
+
+def request_table(trace: Trace, targets: Targets, config: SchedulerConfig) -> _Table:
     for column in dataclasses.fields(targets):
         number = len(getattr(targets, column.name))
         require(
@@ -136,7 +157,7 @@ def simulate(
                 "that share an id in this trace",
             )
         prefixes = _Prefixes(padded(trace.prefix_ids_NI, np.int32), trace.prefix_tokens)
-    table = _Table(
+    return _Table(
         num_requests=jnp.int32(len(trace)),
         arrival_seconds_N=padded(trace.arrival_seconds, np.float32),
         num_prompt_N=padded(trace.num_prompt, np.int32),
@@ -146,35 +167,45 @@ def simulate(
         priority_N=padded(targets.priority, np.float32),
         prefixes=prefixes,
     )
-    outcome = _run(init_scheduler(config), table, step_seconds, urgency, config.max_rounds)
-    return outcome._replace(
-        first_token_time_N=outcome.first_token_time_N[: len(trace)],
-        finish_time_N=outcome.finish_time_N[: len(trace)],
-    )
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4))
-def _run(state, table: _Table, step_seconds, urgency, max_rounds) -> Outcome:
+@partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _run(state, table: _Table, step_seconds, urgency, max_rounds, overlaps) -> Outcome:
+    def event(simulation: _Simulation) -> _Simulation:
+        simulation = lax.while_loop(
+            partial(is_due, table=table), partial(enter, table=table), simulation
+        )
+        return run_event(simulation, table, step_seconds, urgency, max_rounds, overlaps)
+
+    start = begin(state, table)
+    return outcome_of(lax.while_loop(partial(goes_on, table=table), event, start))
+
+
+def begin(state: SchedulerState, table: _Table) -> _Simulation:
+    """Nobody has arrived."""
     never = jnp.full_like(table.arrival_seconds_N, jnp.inf)
     zero = jnp.float32(0)
-    simulation = _Simulation(state, zero, zero, jnp.int32(0), never, never, jnp.int32(0))
+    return _Simulation(state, zero, zero, zero, jnp.int32(0), never, never, jnp.int32(0))
 
-    def goes_on(simulation: _Simulation) -> Array:
-        is_live_R = simulation.state.is_waiting_R | simulation.state.is_running_R
-        return (simulation.next_arrival < table.num_requests) | jnp.any(is_live_R)
 
-    end = lax.while_loop(
-        goes_on, lambda now: _event(now, table, step_seconds, urgency, max_rounds), simulation
-    )
+def goes_on(simulation: _Simulation, table: _Table) -> Array:
+    """Whether anybody is to come, or is here."""
+    is_live_R = simulation.state.is_waiting_R | simulation.state.is_running_R
+    return (simulation.next_arrival < table.num_requests) | jnp.any(is_live_R)
+
+
+def outcome_of(end: _Simulation) -> Outcome:
+    """What is read out at the end."""
     return Outcome(end.first_token_time_N, end.finish_time_N, end.num_events, end.state.counters)
 
 
-def _event(
-    simulation: _Simulation, table: _Table, step_seconds, urgency, max_rounds
+def run_event(
+    simulation: _Simulation, table: _Table, step_seconds, urgency, max_rounds, overlaps
 ) -> _Simulation:
+    """A step, after those who are due have entered; with nobody here and to come, nothing."""
     arrivals = table.arrival_seconds_N
-    state, next_arrival = _enter(simulation, table)
-    now = simulation.now
+    state, next_arrival, now = simulation.state, simulation.next_arrival, simulation.now
+    is_live = goes_on(simulation, table)
     state, plan = schedule(state, now, urgency)
     is_idle = (plan.num_decode == 0) & (plan.num_chunk_tokens == 0)
     upcoming = jnp.where(
@@ -186,14 +217,17 @@ def _event(
     chunk = jnp.maximum(plan.chunk_rows_R, 0)
     completes = (plan.chunk_rows_R >= 0) & (counts == state.num_pending_R[chunk])
     seconds = partial(_pass_seconds, state, plan, counts, completes, step_seconds)
-    num_rounds = _num_rounds(state, plan, seconds(1), upcoming - now, max_rounds)
+    # A step that was planned before somebody came is not cut short for them.
+    until_arrival = jnp.inf if overlaps else upcoming - now
+    num_rounds = _num_rounds(state, plan, seconds(1), until_arrival, max_rounds)
     elapsed = seconds(num_rounds) * num_rounds
     # With nothing to do, time moves to the next arrival; where there is none, rows preempted in
     # this call are left, which the next call takes up.
-    step = jnp.where(is_idle, jnp.where(jnp.isfinite(upcoming), upcoming - now, 0.0), elapsed)
-    step += simulation.rest
+    until = jnp.where(jnp.isfinite(upcoming), jnp.maximum(upcoming - now, 0.0), 0.0)
+    step = jnp.where(is_idle, until, elapsed) + simulation.rest
     end = now + step
     rest = step - (end - now)
+    known_until = jnp.where(is_idle, end, now) if overlaps else end
 
     was_finished_R = state.status_R == FINISHED
     nobody = jnp.zeros_like(completes)
@@ -211,37 +245,37 @@ def _event(
     )
     finish_time_N = masked_set(simulation.finish_time_N, state.request_id_R, end, finishes_R)
     return _Simulation(
-        commit(state), end, rest, next_arrival, first_token_time_N, finish_time_N,
-        simulation.num_events + 1,
+        commit(state), end, rest, known_until, next_arrival, first_token_time_N, finish_time_N,
+        simulation.num_events + is_live.astype(jnp.int32),
     )  # fmt: skip
 
 
-def _enter(simulation: _Simulation, table: _Table) -> tuple[SchedulerState, Array]:
-    """Submits what is due, one by one; what finds no empty row waits outside in order."""
+def is_due(simulation: _Simulation, table: _Table) -> Array:
+    """Whether the next request has arrived and finds an empty row."""
+    request, state = simulation.next_arrival, simulation.state
+    arrived = table.arrival_seconds_N.at[request].get(mode="clip") <= simulation.known_until
+    has_room = jnp.any((state.status_R == EMPTY) | (state.status_R == FINISHED))
+    return (request < table.num_requests) & arrived & has_room
 
-    def is_due(carry: tuple[SchedulerState, Array]) -> Array:
-        state, request = carry
-        has_arrived = table.arrival_seconds_N.at[request].get(mode="clip") <= simulation.now
-        has_room = jnp.any((state.status_R == EMPTY) | (state.status_R == FINISHED))
-        return (request < table.num_requests) & has_arrived & has_room
 
-    def enter(carry: tuple[SchedulerState, Array]) -> tuple[SchedulerState, Array]:
-        state, request = carry
-        fields = {
-            "request_id_N": request,
-            "num_prompt_N": table.num_prompt_N[request],
-            "max_tokens_N": table.num_output_N[request],
-            "priority_N": table.priority_N[request],
-            "arrival_time_N": table.arrival_seconds_N[request],
-            "deadline_N": jnp.float32(jnp.inf),
-            "ttft_target_N": table.ttft_seconds_N[request],
-            "tpot_target_N": table.tpot_seconds_N[request],
-            "hash_NM2": _hashes(state, table, request),
-        }
-        state, _, _ = submit(state, Requests(**{k: value[None] for k, value in fields.items()}))
-        return state, request + 1
-
-    return lax.while_loop(is_due, enter, (simulation.state, simulation.next_arrival))
+def enter(simulation: _Simulation, table: _Table) -> _Simulation:
+    """Submits the next request if it is due; what finds no empty row waits outside in order."""
+    due, state = is_due(simulation, table), simulation.state
+    request = jnp.minimum(simulation.next_arrival, table.num_requests - 1)
+    fields = {
+        "request_id_N": jnp.where(due, request, -1),
+        "num_prompt_N": table.num_prompt_N[request],
+        "max_tokens_N": table.num_output_N[request],
+        "priority_N": table.priority_N[request],
+        "arrival_time_N": table.arrival_seconds_N[request],
+        "deadline_N": jnp.float32(jnp.inf),
+        "ttft_target_N": table.ttft_seconds_N[request],
+        "tpot_target_N": table.tpot_seconds_N[request],
+        "hash_NM2": _hashes(state, table, request),
+    }
+    state, _, _ = submit(state, Requests(**{k: value[None] for k, value in fields.items()}))
+    next_arrival = simulation.next_arrival + due.astype(jnp.int32)
+    return simulation._replace(state=state, next_arrival=next_arrival)
 
 
 def _hashes(state: SchedulerState, table: _Table, request: Array) -> Array:
@@ -267,15 +301,24 @@ def _pass_seconds(
     """Mean seconds of a pass over `num_rounds` of them."""
     is_decoding_R = plan.decode_rows_R >= 0
     computed_R = get_any(state.num_computed_R, plan.decode_rows_R)
-    grown = 0.5 * (num_rounds - 1) * plan.num_decode
-    decode_kv = jnp.sum(jnp.where(is_decoding_R, computed_R, 0)) + grown
+    computed_R = jnp.where(is_decoding_R, computed_R + 0.5 * (num_rounds - 1), 0.0)
     starts_R = jnp.where(plan.chunk_rows_R >= 0, plan.chunk_starts_R, 0)
     pairs_R = counts * (starts_R + 0.5 * (counts + 1))
+    narrow, wide = state.block_tokens
+
+    def held(rows_R: Array, tokens_R: Array) -> Array:
+        is_wide_R = get_any(state.is_wide_R, rows_R)
+        return jnp.sum(jnp.where(is_wide_R, narrow / wide, 1.0) * tokens_R)
+
+    decode_kv = held(plan.decode_rows_R, computed_R)
     return step_seconds(
         num_tokens=plan.num_decode + plan.num_chunk_tokens,
         num_sampled=plan.num_decode + jnp.sum(completes),
-        kv_tokens=decode_kv + jnp.sum(starts_R),
-        attended_tokens=decode_kv + jnp.sum(pairs_R),
+        kv_tokens=decode_kv + held(plan.chunk_rows_R, starts_R),
+        attended_tokens=jnp.sum(computed_R) + jnp.sum(pairs_R),
+        num_decode=plan.num_decode,
+        decode_kv_tokens=decode_kv,
+        num_rounds=num_rounds,
     )
 
 
@@ -311,7 +354,9 @@ def summarize(trace: Trace, targets: Targets, outcome: Outcome) -> dict[str, flo
     served = np.isfinite(finish)
     ttft = first - trace.arrival_seconds
     later = np.maximum(trace.num_output - 1, 1)[served]
-    tpot_is_met = (finish[served] - first[served]) / later <= targets.tpot_seconds[served]
+    pace = (finish[served] - first[served]) / later
+    tpot_is_met = pace <= targets.tpot_seconds[served]
+    tpot = pace[trace.num_output[served] > 1]
     counters = outcome.counters
     return {
         "num_requests": len(trace),
@@ -321,6 +366,11 @@ def summarize(trace: Trace, targets: Targets, outcome: Outcome) -> dict[str, flo
         "tpot_met": float(tpot_is_met.sum()) / len(trace),
         "ttft_p50_seconds": float(np.quantile(ttft, 0.5, method="higher")),
         "ttft_p95_seconds": float(np.quantile(ttft, 0.95, method="higher")),
+        "ttft_p99_seconds": float(np.quantile(ttft, 0.99, method="higher")),
+        "tpot_p50_seconds": float(np.median(tpot)) if len(tpot) else math.inf,
+        "tpot_p95_seconds": float(np.quantile(tpot, 0.95)) if len(tpot) else math.inf,
+        "output_throughput": float(trace.num_output[served].sum())
+        / max(float(finish[served].max(initial=0.0)), 1e-9),
         "end_seconds": float(finish[served].max(initial=0.0)),
         "preemption_rate": float(counters.num_preemptions) / len(trace),
         "num_recomputed_tokens": int(counters.num_recomputed_tokens),

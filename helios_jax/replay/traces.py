@@ -1,4 +1,4 @@
-"""Who asked for how much, and when? Recorded request traces."""
+"""Who asked for how much, and when? Request traces as Azure and Mooncake publish them."""
 
 import csv
 import dataclasses
@@ -25,6 +25,7 @@ class Trace:
       prefix_ids_NI: int32, what names the content of each `prefix_tokens` tokens of a prompt and
         all before them: equal ids share a prefix. -1 padded; no columns where nothing is known.
       prefix_tokens: prompt tokens that an id stands for; the last one may stand for fewer.
+      prompt_token_ids: the prompts themselves, where they were recorded.
     """
 
     arrival_seconds: np.ndarray
@@ -32,6 +33,7 @@ class Trace:
     num_output: np.ndarray
     prefix_ids_NI: np.ndarray | None = None
     prefix_tokens: int = 512
+    prompt_token_ids: tuple[tuple[int, ...], ...] | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_seconds)
@@ -44,11 +46,72 @@ class Trace:
     def head(self, num_requests: int) -> "Trace":
         """The first requests alone."""
         require(num_requests >= 1, f"num_requests={num_requests}: must be at least 1")
-        kept = slice(num_requests)
-        ids = None if self.prefix_ids_NI is None else self.prefix_ids_NI[kept]
+        return self._only(np.arange(min(num_requests, len(self))))
+
+    def window(self, start_seconds: float, seconds: float) -> "Trace":
+        """What arrives from `start_seconds` on for so long, counted from the first of it.
+
+        Raises:
+          ValueError: nothing does.
+        """
+        require(start_seconds >= 0, f"start_seconds={start_seconds}: must be 0 or more")
+        require(seconds > 0, f"window seconds={seconds}: must be above 0")
+        times = self.arrival_seconds
+        kept = np.flatnonzero((times >= start_seconds) & (times < start_seconds + seconds))
+        require(
+            len(kept) > 0,
+            f"window of {seconds} s from {start_seconds} s: holds no requests; the trace has "
+            f"{times[-1]:.0f} s",
+        )
+        return self._only(kept)
+
+    def thinned(self, share: float, seed: int = 0) -> "Trace":
+        """A random share of the requests, at their times; at least one."""
+        require(0 < share <= 1, f"sample={share}: must be in (0, 1]")
+        number = max(1, round(share * len(self)))
+        kept = np.random.default_rng(seed).permutation(len(self))[:number]
+        return self._only(np.sort(kept))
+
+    def scaled(
+        self, factor: float, max_prompt: int | None = None, max_output: int | None = None
+    ) -> "Trace":
+        """Lengths times `factor`, then cut; at least one token each. Ids stand for less alike.
+
+        Raises:
+          ValueError: a factor or cap out of range, or prompts that were recorded, which cannot be
+            scaled.
+        """
+        require(factor > 0, f"length_scale={factor}: must be above 0")
+        for name, cap in (("max_prompt", max_prompt), ("max_output", max_output)):
+            require(cap is None or cap >= 1, f"{name}={cap}: must be at least 1")
+        require(
+            factor == 1 or self.prompt_token_ids is None,
+            f"length_scale={factor}: a recording has its prompts, whose length is given; leave it "
+            "out",
+        )
+
+        def scale(tokens: np.ndarray, cap: int | None) -> np.ndarray:
+            return np.clip(np.round(tokens * factor), 1, cap).astype(np.int32)
+
+        num_prompt = scale(self.num_prompt, max_prompt)
+        prompts = self.prompt_token_ids
+        if prompts is not None:
+            prompts = tuple(
+                ids[:number] for ids, number in zip(prompts, num_prompt.tolist(), strict=True)
+            )
         return dataclasses.replace(
-            self, arrival_seconds=self.arrival_seconds[kept], num_prompt=self.num_prompt[kept],
-            num_output=self.num_output[kept], prefix_ids_NI=ids,
+            self, num_prompt=num_prompt, num_output=scale(self.num_output, max_output),
+            prefix_tokens=max(1, round(self.prefix_tokens * factor)), prompt_token_ids=prompts,
+        )  # fmt: skip
+
+    def _only(self, kept: np.ndarray) -> "Trace":
+        """The requests at these places, the first of which arrives at 0."""
+        times = self.arrival_seconds[kept]
+        ids, prompts = self.prefix_ids_NI, self.prompt_token_ids
+        return dataclasses.replace(
+            self, arrival_seconds=times - times[0], num_prompt=self.num_prompt[kept],
+            num_output=self.num_output[kept], prefix_ids_NI=None if ids is None else ids[kept],
+            prompt_token_ids=None if prompts is None else tuple(prompts[i] for i in kept),
         )  # fmt: skip
 
 
@@ -119,27 +182,12 @@ def read_mooncake_jsonl(path: str | os.PathLike, spread_seconds: float = 3.0) ->
         row_I[: len(row_ids)] = row_ids
     seconds = np.array(seconds) - seconds[0]
     return Trace(
-        arrival_seconds=_spread(seconds, spread_seconds),
+        arrival_seconds=spread(seconds, spread_seconds),
         num_prompt=np.maximum(num_prompt, 1).astype(np.int32),
         num_output=np.maximum(num_output, 1).astype(np.int32),
         prefix_ids_NI=prefix_ids_NI,
         prefix_tokens=_MOONCAKE_TOKENS,
     )
-
-
-def read_trace(path: str | os.PathLike) -> Trace:
-    """Reads a trace of any known format: `.csv` is Azure's, `.jsonl` is Mooncake's.
-
-    Raises:
-      ValueError: another ending, or as the readers do.
-    """
-    readers = {".csv": read_azure_csv, ".jsonl": read_mooncake_jsonl}
-    ending = os.path.splitext(path)[1]
-    require(
-        ending in readers,
-        f"trace={os.fspath(path)!r}: must end in .csv (Azure LLM inference) or .jsonl (Mooncake)",
-    )
-    return readers[ending](path)
 
 
 def _mooncake_row(record: object) -> tuple[float, int, int, list[int]]:
@@ -157,8 +205,8 @@ def _mooncake_row(record: object) -> tuple[float, int, int, list[int]]:
     return timestamp / 1000, num_prompt, num_output, ids
 
 
-def _spread(seconds: np.ndarray, spread_seconds: float) -> np.ndarray:
-    """Ascending times; those that are equal moved evenly apart."""
+def spread(seconds: np.ndarray, spread_seconds: float) -> np.ndarray:
+    """Ascending times; those that are equal moved evenly apart, within so long."""
     times, first, counts = np.unique(seconds, return_index=True, return_counts=True)
     room = np.minimum(np.diff(times, append=np.inf), spread_seconds)
     place = np.arange(len(seconds)) - np.repeat(first, counts)

@@ -28,13 +28,14 @@ def sample_tokens(
       num_output_tokens_B: int32, output tokens the row has so far: the position of the one drawn,
         which with the row's seed makes its random numbers.
     """
-    adjusted_BV = adjust_logits(logits_BV, sampling, history, num_output_tokens_B)
 
     def draw(adjusted_BV):
         weights_BV = jnp.exp(temper_logits(adjusted_BV, sampling))
         return sample(weights_BV, uniforms(sampling.seed_B2, num_output_tokens_B))
 
-    return lax.cond(jnp.all(is_greedy(sampling)), first_argmax, draw, adjusted_BV)
+    with jax.named_scope("sampler"):
+        adjusted_BV = adjust_logits(logits_BV, sampling, history, num_output_tokens_B)
+        return lax.cond(jnp.all(is_greedy(sampling)), first_argmax, draw, adjusted_BV)
 
 
 def uniforms(seed_B2: Array, position_B: Array, stream: int | Array = 0) -> Array:

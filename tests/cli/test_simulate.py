@@ -53,8 +53,8 @@ def test_a_policy_of_ones_own_beside_a_shipped_one(helios, folder):
 @pytest.mark.parametrize("arguments, message", [
     (["--policy", "lifo"], "policy='lifo': must be one of deadline"),
     (["--policy", "my_cli_policy:oldest"], "has no function 'oldest'"),
-    (["--model", "gpt-5"], "model='gpt-5': must be one of llama-3-8b, or a folder"),
-    (["--gpu", "b200"], "gpu='b200'"),
+    (["--model", "gpt-5"], "model='gpt-5': must be one of llama-3-8b, llama-2-7b"),
+    (["--gpu", "b2000"], "gpu='b2000'"),
     (["--kv-cache-dtype", "int2"], "kv_cache_dtype='int2': must be one of fp8, bfloat16"),
     (["--load", "-1"], "load=-1.0: must be above 0"),
     (["--num-requests", "0"], "num_requests=0"),
@@ -70,3 +70,27 @@ def test_a_trace_must_exist_and_have_a_known_form(helios, folder):
     assert code == 2 and "must end in .csv" in err
     code, _, err = helios("simulate", "other.csv")
     assert code == 1 and "other.csv" in err
+
+
+def test_a_sweep_runs_all_combinations_and_finds_the_load_that_is_met(helios, folder):
+    code, out, err = helios(
+        "simulate", "trace.jsonl", "--model", "model", "--gpu", "l4", "--policy", "fcfs",
+        "--policy", "deadline", "--num-requests", "16", "--max-num-seqs", "4", "--sweep",
+        "--max-model-len", "2048", "--load", "0.01", "--load", "50", "--seed", "1", "--seed", "2",
+        "--ttft-target-seconds", "0.002", "--kv-cache-bytes", "5e7", "--kv-cache-bytes", "2e7",
+        "--json", "sweep.json",
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads((folder / "sweep.json").read_text())
+    assert len(report["runs"]) == 2 * 2 * 2 * 2 and report["seconds"] > 0
+    assert {run["seed"] for run in report["runs"]} == {1, 2}
+    pools = {run["kv_cache_blocks"] for run in report["runs"]}
+    assert len(pools) == 2 and max(pools) == pytest.approx(2.5 * min(pools), rel=0.01)
+    assert all(run["num_served"] == 16 for run in report["runs"])
+    assert 0.01 < report["highest_load"]["fcfs"] < 50
+    assert "16 lanes in" in out and "of the TTFT targets are met up to a load of" in out
+
+
+def test_several_values_need_a_sweep(helios, folder):
+    code, _, err = helios("simulate", "trace.jsonl", "--seed", "1", "--seed", "2")
+    assert code == 2 and "several are compared with --sweep" in err

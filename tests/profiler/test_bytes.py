@@ -4,10 +4,11 @@ import pytest
 
 from helios_jax.config import ModelConfig
 from helios_jax.profiler import (
-    H100_SXM,
+    GPUS,
     Formats,
     Hardware,
     kv_bytes_per_token,
+    linear_bytes,
     num_matmul_weights,
     step_bytes,
     step_seconds,
@@ -39,8 +40,14 @@ def test_a_sequence_of_2048_tokens_has_the_kv_size_of_the_design():
 
 
 def test_scales_and_zeros_count():
-    assert Formats(weight_bits=4, group_size=128).bits_per_weight == 4 + 20 / 128
-    assert Formats(weight_bits=16).bits_per_weight == 16
+    linears, _ = num_matmul_weights(LLAMA_8B)
+    for formats, bits in (
+        (Formats(weight_bits=4, group_size=128), 4 + 20 / 128),
+        (Formats(weight_bits=4, group_size=32, zero_bits=16), 5),
+        (Formats(weight_bits=4, group_size=128, zero_bits=0), 4 + 16 / 128),
+        (Formats(weight_bits=16), 16),
+    ):
+        assert linear_bytes(LLAMA_8B, formats) == linears * bits / 8
 
 
 def test_a_decode_step_by_part():
@@ -60,10 +67,12 @@ def test_decode_is_bound_by_bytes_and_a_long_chunk_by_flops():
 
     decode = {"num_sampled": 1, "kv_tokens": 1000, "attended_tokens": 1000}
     moved = step_bytes(LLAMA_8B, Formats(), num_tokens=1, num_sampled=1, kv_tokens=1000)
-    assert seconds(H100_SXM, 1, **decode) == pytest.approx(float(moved.total) / 3.35e12)
+    assert seconds(GPUS["h100"].hardware, 1, **decode) == pytest.approx(
+        float(moved.total) / 3.35e12
+    )
     chunk = {"num_sampled": 1, "kv_tokens": 0, "attended_tokens": 4096 * 4097 // 2}
     flops = 2 * 6_979_321_856 * 4096 + 2 * 525_336_576 + 4 * 32 * 4096 * chunk["attended_tokens"]
-    assert seconds(H100_SXM, 4096, **chunk) == pytest.approx(flops / 989e12, rel=1e-5)
+    assert seconds(GPUS["h100"].hardware, 4096, **chunk) == pytest.approx(flops / 989e12, rel=1e-5)
 
 
 def test_impossible_values_are_refused():

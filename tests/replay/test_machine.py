@@ -57,7 +57,7 @@ def test_shorter_targets_have_the_better_priority():
 
 
 @pytest.mark.parametrize("changes, match", [
-    ({"gpu": "b200"}, "gpu='b200': must be one of a100, l4, h100, h200"),
+    ({"gpu": "t4"}, "gpu='t4': must be one of a100, l4, h100, h200, b200"),
     ({"efficiency": 0.0}, "efficiency=0.0"),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
     ({"gpu": "l4", "formats": Formats(weight_bits=16), "model": dataclasses.replace(
