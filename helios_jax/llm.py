@@ -36,6 +36,7 @@ def load(
     urgency: Urgency = deadline,
     progress: Callable | None = None,
     speculative_config: Mapping[str, Any] | None = None,
+    record: str | os.PathLike | None = None,
     **engine_options: Any,
 ) -> "LLM":
     """Loads a model, fetching and converting it on first use.
@@ -51,6 +52,7 @@ def load(
       progress: see `helios_jax.hub.resolve`; by default a bar on a terminal.
       speculative_config: who drafts, by vLLM's keys, see `helios_jax.speculative_config`; None for
         nobody. (An object of your own goes to `speculation`, see `LLM`.)
+      record: a new file for what `helios_jax.engine.replay` needs to compute the run again.
       engine_options: `kv_cache_dtype`, `kv_watermark`, `kv_cache_memory_bytes`,
         `gpu_memory_utilization`, `max_num_batched_tokens`, `enable_prefix_caching` and the other
         fields of `helios_jax.engine.EngineConfig`.
@@ -84,6 +86,7 @@ def load(
         max_num_seqs=max_num_seqs,
         seed=seed,
         urgency=urgency,
+        record=record,
         **engine_options,
     )
 
@@ -113,6 +116,7 @@ class LLM:
         urgency: Urgency = deadline,
         speculation: Speculation | None = None,
         speculation_params: SpeculationParams | None = None,
+        record: str | os.PathLike | None = None,
         **engine_options: Any,
     ):
         """
@@ -121,7 +125,7 @@ class LLM:
           tokenizer: text to token ids and back.
           config: the checkpoint's.
           max_model_len, max_num_seqs, seed, urgency, engine_options: see `load`.
-          speculation, speculation_params: see `Engine`.
+          speculation, speculation_params, record: see `Engine`.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -137,6 +141,7 @@ class LLM:
             seed=seed,
             speculation=speculation,
             speculation_params=speculation_params,
+            record=record,
         )
         self.max_model_len = self.engine.max_model_len
         self.max_num_seqs = max_num_seqs

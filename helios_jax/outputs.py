@@ -1,5 +1,7 @@
 """What generation returns to people: vLLM's shapes, filled in on the host."""
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,6 +71,35 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class Acceptance:
+    """How a request's drafts fared, over all its outputs.
+
+    num_verifications: rounds of an output that had at least one draft token.
+    """
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_verifications: int
+
+    @classmethod
+    def total(cls, parts: "Iterable[Acceptance]") -> "Acceptance":
+        """Of several outputs together."""
+        return cls(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / proposed; 0 where nothing was drafted."""
+        drafted = self.num_draft_tokens
+        return self.num_accepted_tokens / drafted if drafted else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + accepted / verifications; 0 where nothing was drafted."""
+        verified = self.num_verifications
+        return 1 + self.num_accepted_tokens / verified if verified else 0.0
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """The outcome of one prompt.
 
@@ -78,6 +109,7 @@ class RequestOutput:
       prompt_logprobs: None for the first token, then one dict per token; None unless asked for.
       outputs: n of them.
       usage, timings: counted and measured.
+      acceptance: of its drafts; None where the engine does not speculate.
     """
 
     prompt: str | None
@@ -86,6 +118,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     usage: Usage
     timings: Timings
+    acceptance: Acceptance | None = None
 
 
 @dataclass(frozen=True)
@@ -98,9 +131,11 @@ class StreamOutput:
         `request_output` has the exact ones.
       finish_reason: None until the last one.
       request_output: the whole outcome, with the last one.
+      logprobs: one dict for each of `token_ids`; None unless asked for.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
     request_output: RequestOutput | None = None
+    logprobs: list[PositionLogprobs] | None = None

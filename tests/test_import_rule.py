@@ -31,6 +31,8 @@ ORDER = (
     ("evidence",),
     ("cli",),
 )
+# What the server may know of: it decides nothing about memory, order or tokens.
+SERVER_KNOWS = ("", "engine", "llm", "outputs", "config", "server")
 RANKS = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
 # Where checkpoints are opened and converted, inside the functions that do so.
 OPENS_CHECKPOINTS = ("hub", "speculative_config", "llm", "calibrate", "bench", "cli")
@@ -121,6 +123,8 @@ def problem_of(package: str, unit: str, imported: Import) -> str | None:
         other = unit_of(imported.module)
         if other != unit and RANKS[other] >= RANKS[unit]:
             return f"{what}; {unit or 'helios_jax'} lies below {other or 'helios_jax itself'}"
+        if unit == "server" and other not in SERVER_KNOWS:
+            return f"{what}; the server knows of the engine and llm only"
         return None
     is_stdlib = top in sys.stdlib_module_names
     if unit == "hub" and not is_stdlib and not imported.in_function:
@@ -149,6 +153,10 @@ def test_the_project_keeps_the_rule():
         ("helios_jax/llm.py", "from helios_jax import generate", "llm lies below helios_jax its"),
         ("helios_jax/llm.py", "from helios_jax.server import run", "llm lies below server"),
         ("helios_jax/replay/a.py", "import helios_jax.server.app", "replay lies below server"),
+        ("helios_jax/server/a.py", "import helios_jax.scheduler", "the server knows of the"),
+        ("helios_jax/server/a.py", "from helios_jax.cache import paged", "the server knows of"),
+        ("helios_jax/server/a.py", "def f():\n    import helios_jax.model", "the server knows of"),
+        ("helios_jax/server/a.py", "from ..sampling import SamplingParams", "the server knows of"),
         ("helios_jax/__init__.py", "from helios_jax.bench import run", "lies below bench"),
         ("helios_jax/llm.py", "import checkpoints_conv", "outside a function"),
         ("helios_jax/model/a.py", "def f():\n    import checkpoints_conv", "only ('hub'"),
@@ -180,6 +188,7 @@ def test_the_checker_finds(path, source, problem, tmp_path):
         ("helios_jax/hub/a.py", "async def f():\n    import rich\n    import checkpoints_conv"),
         ("helios_jax/__init__.py", "if TYPE_CHECKING:\n    from helios_jax.bench import run"),
         ("checkpoints_conv/a.py", "from helios_jax.quant import QuantTensor\nimport orbax"),
+        ("helios_jax/server/a.py", "from helios_jax import SamplingParams, engine\nimport grpc"),
     ],
 )
 def test_the_checker_accepts(path, source, tmp_path):
@@ -200,13 +209,28 @@ def tree(root: Path, path: str, source: str) -> Path:
         ("import helios_jax.hub", ("jax", "numpy", "huggingface_hub", "checkpoints_conv")),
         ("import helios_jax; helios_jax.generate; helios_jax.param_shardings", ("tokenizers",)),
         ("import helios_jax.llm", ("checkpoints_conv", "typer")),
+        ("import helios_jax.server", ("jax", "numpy", "typer")),
         ("import pallas_kernels, pallas_kernels.packing", ("helios_jax", "flax")),
     ],
 )
 def test_importing_loads_no_more(statement, absent):
     """And never the server, the trainer, checkpoints' writers or plots."""
-    never = ("optax", "orbax", "grpc", "matplotlib", "helios_jax.server", "torch", "transformers")
+    never = ("optax", "orbax", "grpc", "matplotlib", "torch", "transformers")
+    if "server" not in statement:
+        never = (*never, "helios_jax.server")
     code = f"{statement}\nimport sys\nprint(*[m for m in {absent + never} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_the_client_needs_no_model():
+    code = (
+        "import helios_jax.server.client, sys\n"
+        "print(*[m for m in ('jax', 'flax', 'numpy', 'tokenizers') if m in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

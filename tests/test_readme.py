@@ -21,9 +21,9 @@ def run(example: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_there_are_five():
-    # The last one is run by tests/engine/test_recording.py.
-    words = ("llm.chat", "make_mesh", "short_first", "lenient", "Engine.restore")
+def test_there_are_six():
+    # Two are run elsewhere: by tests/engine/test_recording.py and by tests/server/test_calls.py.
+    words = ("llm.chat", "make_mesh", "short_first", "lenient", "Engine.restore", "client.stream")
     assert [[word for word in words if word in e] for e in EXAMPLES] == [[word] for word in words]
 
 

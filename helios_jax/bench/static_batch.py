@@ -161,7 +161,7 @@ def _read(state: GenerationState, progress: list[RowProgress], num_read: int) ->
     now = time.perf_counter()
     num_steps = int(state.num_steps)
     for i, row in enumerate(progress):
-        row.new_text, row.new_token_ids = "", []
+        row.begin_step()
         if row.finish_reason is not None:
             continue
         for j in range(num_read, num_steps):

@@ -252,6 +252,47 @@ def speculative(
     console.print(tables.describe_machine(report["machine"]), highlight=False)
 
 
+@app.command()
+def server(
+    model: options.Model = options.DEFAULT_MODEL,
+    dtype: options.Dtype = "auto",
+    num_streams: Annotated[int, typer.Option(help="Requests streamed side by side.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each.")] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Of each.")] = 128,
+    pairs: Annotated[int, typer.Option(help="Measurements of each kind; medians count.")] = 5,
+    seed: _Seed = 0,
+    json_path: _JsonPath = None,
+    debug: Debug = False,
+) -> None:
+    """Measure what the gRPC server costs beside the engine in process.
+
+    A server in a process of its own and an engine in the clients' process take turns at the same
+    requests. Prompts are random token ids, decoding is greedy.
+    """
+    from rich.console import Console
+
+    from helios_jax.bench import ServerWorkload, describe_server, measure_server, tables
+
+    _check_folder(json_path)
+    workload = ServerWorkload(
+        model=model,
+        dtype=dtype,
+        num_streams=num_streams,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        pairs=pairs,
+        seed=seed,
+    )
+    status = Console(stderr=True).status("")
+    with status:
+        report = measure_server(workload, status.update)
+    _write(report, json_path)
+    console = Console()
+    for line in describe_server(report):
+        console.print(line, highlight=False)
+    console.print(tables.describe_machine(report["machine"]), highlight=False)
+
+
 def _check_folder(json_path: Path | None) -> None:
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise ValueError(f"json={str(json_path)!r}: its folder must exist")

@@ -74,7 +74,7 @@ def generate(
             f"logprobs={logprobs}, prompt_logprobs={prompt_logprobs}: are reported in JSON only; "
             "add --json"
         )
-    text = _read(prompt)
+    text = options.read_prompt(prompt)
     params = options.sampling_params(
         n=n,
         max_tokens=max_tokens,
@@ -127,16 +127,6 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def _read(prompt: str) -> str:
-    """The prompt, or standard input without its last newline, as in a shell's $(...)."""
-    if prompt != "-":
-        return prompt
-    try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt on standard input: must be UTF-8; {error}") from error
 
 
 def _as_prompt(tokenizer: Any, text: str, system: str | None, chat: bool | None) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from helios_jax.cli import bench
+from helios_jax.cli import bench, client
 from helios_jax.cli.calibrate_kv import calibrate_kv
 from helios_jax.cli.chat import chat
 from helios_jax.cli.convert import convert
@@ -26,6 +26,7 @@ from helios_jax.cli.profile import profile
 from helios_jax.cli.pull import pull
 from helios_jax.cli.quantize import quantize
 from helios_jax.cli.replay import replay
+from helios_jax.cli.serve import serve
 from helios_jax.cli.simulate import simulate
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ app = typer.Typer(
 for verb in (
     generate,
     chat,
+    serve,
     pull,
     models,
     convert,
@@ -51,6 +53,7 @@ for verb in (
     evidence,
 ):
     app.command()(verb)
+app.add_typer(client.app)
 app.add_typer(bench.app)
 
 

@@ -7,6 +7,7 @@ command prints the same text, and room for a whole answer.
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 _SAMPLING = "Sampling"
-_LOADING = "Model"
+LOADING = "Model"
 
 
 def _remember_debug(context: typer.Context, wanted: bool) -> None:
@@ -37,30 +38,30 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        rich_help_panel=_LOADING,
+        rich_help_panel=LOADING,
         help="A known name, hf:org/name[@revision], hf:org/name/file.gguf, or a local path.",
     ),
 ]
 Dtype = Annotated[
     str,
-    _option("--dtype", _LOADING, "Form of the weights: auto (fastest near-lossless), float32, …"),
+    _option("--dtype", LOADING, "Form of the weights: auto (fastest near-lossless), float32, …"),
 ]
 MaxModelLen = Annotated[
     int | None,
-    _option("--max-model-len", _LOADING, "Longest sequence, prompt included; default: the model's"),
+    _option("--max-model-len", LOADING, "Longest sequence, prompt included; default: the model's"),
 ]
 
 KvCacheDtype = Annotated[
     str,
     _option(
-        "--kv-cache-dtype", _LOADING,
+        "--kv-cache-dtype", LOADING,
         "Of keys and values: fp8_e4m3, fp8_e5m2, int8, bfloat16, float16, float32, or auto.",
     ),
 ]  # fmt: skip
 KvWatermark = Annotated[
     float,
     _option(
-        "--kv-watermark", _LOADING,
+        "--kv-watermark", LOADING,
         "With an 8-bit KV cache: sequences longer than this use bfloat16; 0: all, inf: none.",
     ),
 ]  # fmt: skip
@@ -68,20 +69,18 @@ KvWatermark = Annotated[
 PromptLookup = Annotated[
     int | None,
     _option(
-        "--prompt-lookup", _LOADING,
+        "--prompt-lookup", LOADING,
         "Speculate: draft this many tokens by looking up what followed in the text so far.",
     ),
 ]  # fmt: skip
 DraftModel = Annotated[
     str | None,
-    _option(
-        "--draft", _LOADING, "Speculate: a smaller model of the same tokens drafts, 4 a round."
-    ),
+    _option("--draft", LOADING, "Speculate: a smaller model of the same tokens drafts, 4 a round."),
 ]
 SpeculativeConfig = Annotated[
     str | None,
     _option(
-        "--speculative-config", _LOADING,
+        "--speculative-config", LOADING,
         'vLLM\'s JSON, such as {"model": "…", "num_speculative_tokens": 5}.',
     ),
 ]  # fmt: skip
@@ -152,6 +151,16 @@ def speculating(
     else:
         return {}
     return {"speculative_config": config}
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt, or standard input without its last newline, as in a shell's $(...)."""
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt on standard input: must be UTF-8; {error}") from error
 
 
 def check_folder(name: str, path: Path | None) -> None:

@@ -22,9 +22,16 @@ from helios_jax.engine.config import EngineConfig, StepConfig, resolve_config
 from helios_jax.engine.engine import Engine
 from helios_jax.engine.recording import Recording, StepInputs, read_recording
 from helios_jax.engine.replaying import replay
-from helios_jax.engine.requests import EngineError, EngineFull, RequestUpdate
+from helios_jax.engine.requests import (
+    DeadlineExceeded,
+    EngineError,
+    EngineFull,
+    NeverFits,
+    RequestUpdate,
+)
 from helios_jax.engine.state import (
     Arrivals,
+    DraftCounts,
     EngineState,
     RowOutputs,
     StepOutputs,
@@ -37,11 +44,14 @@ from helios_jax.engine.work import Variant
 
 __all__ = [
     "Arrivals",
+    "DeadlineExceeded",
+    "DraftCounts",
     "Engine",
     "EngineConfig",
     "EngineError",
     "EngineFull",
     "EngineState",
+    "NeverFits",
     "Recording",
     "RequestUpdate",
     "RowOutputs",

@@ -9,7 +9,7 @@ from helios_jax.config import ModelConfig
 from helios_jax.engine.requests import EngineRequest
 from helios_jax.engine.state import Arrivals, EngineState, init_arrivals
 from helios_jax.engine.variants import size_bucket
-from helios_jax.sampling import SamplingParams, SamplingShapes, stack_sampling
+from helios_jax.sampling import MAX_NUMBER, SamplingParams, SamplingShapes, stack_sampling
 
 # Requests that one admission calls off at most; more take several.
 MAX_ABORTS = 8
@@ -60,7 +60,7 @@ def make_arrivals(
             (requests.tpot_target_N, targets.tpot_target_seconds),
         ):
             if seconds is not None:
-                array[i] = seconds
+                array[i] = min(seconds, MAX_NUMBER)
         requests.deadline_N[i] += arrival
         np.asarray(arrivals.tokens_NS)[i, : len(request.prompt_token_ids)] = (
             request.prompt_token_ids

@@ -21,16 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from helios_jax.cache.paged import KVScales
-from helios_jax.config import ModelConfig, require
+from helios_jax.config import ModelConfig
 from helios_jax.engine.arrivals import MAX_ABORTS, make_arrivals
 from helios_jax.engine.config import EngineConfig, pool_block_bytes, resolve_config
 from helios_jax.engine.metrics import Metrics
 from helios_jax.engine.programs import Programs
 from helios_jax.engine.recording import Recorder, StepInputs
 from helios_jax.engine.requests import (
+    DeadlineExceeded,
     EngineError,
     EngineFull,
     EngineRequest,
+    NeverFits,
     Prompt,
     RequestUpdate,
     Targets,
@@ -52,6 +54,7 @@ from helios_jax.engine.variants import LiveRow, StepVariants, choose_variants
 from helios_jax.generation import FINISH_REASONS, RUNNING
 from helios_jax.outputs import StreamOutput
 from helios_jax.sampling import (
+    MAX_LOGPROBS,
     Logprobs,
     SamplingParams,
     SamplingShapes,
@@ -218,6 +221,7 @@ class EngineCore:
         on_update: Callable[[RequestUpdate], Any] | None = None,
         is_streamed: bool = True,
         speculate: bool = True,
+        ends_at_deadline: bool = False,
     ) -> int:
         """Puts a request in line and returns its number.
 
@@ -230,9 +234,13 @@ class EngineCore:
           on_update: called by the stepping thread with whatever is new; must be quick.
           is_streamed: whether tokens are wanted as they come; False lets steps be longer.
           speculate: False decodes this request plainly, whatever the engine's `speculation`.
+          ends_at_deadline: abort the request at `deadline_seconds` if it has not ended; `on_update`
+            gets `DeadlineExceeded`, and the blocks are free after the step that begins then.
 
         Raises:
-          ValueError: an argument that breaks its rule; nothing was submitted.
+          ValueError: an argument that breaks its rule; nothing was submitted. `NeverFits`, a kind
+            of it: more outputs than the request table has rows.
+          NotImplementedError: what no engine can do, such as logprobs of the whole vocabulary.
           EngineFull: no room in the request table for now.
         """
         params = check_sampling(sampling or SamplingParams(), self.tokenizer)
@@ -241,20 +249,28 @@ class EngineCore:
         )
         targets = Targets(priority, deadline_seconds, ttft_target_seconds, tpot_target_seconds)
         self._check(params)
-        return self._enqueue(*checked, params, targets, on_update, is_streamed, speculate)
+        return self._enqueue(
+            *checked, params, targets, on_update, is_streamed, speculate, ends_at_deadline
+        )
 
     def _check(self, params: SamplingParams) -> None:
         """ValueError where parameters do not fit the vocabulary or the table."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) == -1:
+                raise NotImplementedError(
+                    f"{name}=-1: a batch reports the most probable tokens, not the whole "
+                    f"vocabulary; ask for at most {MAX_LOGPROBS}"
+                )
         stack_sampling(
             [params.output(0)],
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=self.model_config.eos_token_ids,
         )
         capacity = self.scheduler_config.max_num_rows
-        require(
-            params.n <= capacity,
-            f"n={params.n}: more outputs than max_num_rows={capacity}, the request table's size",
-        )
+        if params.n > capacity:
+            raise NeverFits(
+                f"n={params.n}: more outputs than max_num_rows={capacity}, the request table's size"
+            )
 
     def _enqueue(
         self,
@@ -265,6 +281,7 @@ class EngineCore:
         on_update: Callable[[RequestUpdate], Any] | None,
         is_streamed: bool,
         speculates: bool,
+        ends_at_deadline: bool = False,
     ) -> int:
         """Puts a checked request in line; EngineFull if the table has no room."""
         needed = sampling_shapes([params.output(0)], eos_token_ids=self.model_config.eos_token_ids)
@@ -295,6 +312,7 @@ class EngineCore:
                 on_update=on_update,
                 is_streamed=is_streamed,
                 speculates=speculates,
+                ends_at_deadline=ends_at_deadline,
             )
             self._wanted_shapes |= needed
             self._requests[request_id] = request
@@ -357,18 +375,37 @@ class EngineCore:
     def _turn(self, launches: bool) -> list[RequestUpdate]:
         """Starts a step, or none, and reads those before it."""
         with self._stepping:
+            expired = self._expire() if launches else []
+            news = list(expired)
             try:
                 started = launches and self._launch()
-                news = []
                 while len(self._in_flight) > (1 if started else 0):
                     news += self._read(self._in_flight.popleft())
             except Exception as cause:
+                for request, update in expired:
+                    self._deliver(request, update)
                 raise self._fail(cause) from cause
             if self._recorder is not None and not self._in_flight:
                 self._recorder.flush()
             for request, update in news:
                 self._deliver(request, update)
             return [update for _, update in news]
+
+    def _expire(self) -> list[tuple[EngineRequest, RequestUpdate]]:
+        """Calls off the requests whose deadline has passed, where they asked for that."""
+        now = time.monotonic()
+        with self._inbox:
+            expired = [request for request in self._requests.values() if request.is_expired(now)]
+        news = []
+        for request in expired:
+            self.abort(request.request_id)
+            error = DeadlineExceeded(
+                f"deadline_seconds={request.targets.deadline_seconds}: passed before the request "
+                "was done"
+            )
+            stream = StreamOutput("", [], "abort")
+            news.append((request, RequestUpdate(request.request_id, 0, stream, error)))
+        return news
 
     def _launch(self) -> bool:
         """Admits what is in the inbox and starts a step; False if no row is in the table."""
@@ -544,7 +581,9 @@ class EngineCore:
             if live is None or live.request.request_id not in self._requests:
                 continue
             progress = live.progress
-            progress.new_text, progress.new_token_ids = "", []
+            progress.begin_step()
+            if rows.drafts is not None:
+                progress.count_drafts(*(int(count_B[i]) for count_B in rows.drafts))
             wanted = progress.row.params.logprobs
             for j, token in enumerate(rows.tokens_BN[i].tolist()):
                 if token < 0 or progress.finish_reason is not None:
@@ -554,10 +593,11 @@ class EngineCore:
                 if wanted is not None and rows.logprobs is not None:
                     logprobs = logprobs_at(self.tokenizer, rows.logprobs, i, j, token, wanted)
                 progress.add(token, logprobs)
-            if progress.new_token_ids:
+            is_stopped_here = progress.finish_reason is not None
+            # A stop string may leave nothing of the step's tokens.
+            if progress.new_token_ids or is_stopped_here:
                 progress.first_token_seconds = progress.first_token_seconds or now
                 progress.last_token_seconds = now
-            is_stopped_here = progress.finish_reason is not None
             reason = int(rows.finish_reason_B[i])
             if reason != RUNNING:
                 progress.first_token_seconds = progress.first_token_seconds or now
@@ -583,8 +623,9 @@ class EngineCore:
             with self._inbox:
                 self._forget(request)
         stream = StreamOutput(
-            progress.new_text, progress.new_token_ids, progress.finish_reason, output
-        )
+            progress.new_text, progress.new_token_ids, progress.finish_reason, output,
+            progress.new_logprobs,
+        )  # fmt: skip
         return RequestUpdate(request.request_id, live.index, stream)
 
     def _read_prompt_logprobs(self, scored) -> None:
@@ -769,7 +810,10 @@ class EngineCore:
                 )
             for index, row in enumerate(request.rows):
                 if row.token_ids or row.finish_reason is not None:
-                    stream = StreamOutput(row.text, list(row.token_ids), row.finish_reason)
+                    stream = StreamOutput(
+                        row.text, list(row.token_ids), row.finish_reason,
+                        logprobs=None if row.row.params.logprobs is None else list(row.logprobs),
+                    )  # fmt: skip
                     on_update(RequestUpdate(request_id, index, stream))
             request.on_update = on_update
 

@@ -43,6 +43,7 @@ def request_to_json(request: EngineRequest, origin: float) -> Json:
         },
         "is_streamed": request.is_streamed,
         "speculates": request.speculates,
+        "ends_at_deadline": request.ends_at_deadline,
     }
 
 
@@ -74,6 +75,7 @@ def request_from_json(
         on_update=None,
         is_streamed=bool(fields["is_streamed"]),
         speculates=bool(fields["speculates"]),
+        ends_at_deadline=bool(fields.get("ends_at_deadline", False)),
     )
 
 
@@ -92,6 +94,7 @@ def progress_to_json(row: RowProgress, now: float) -> Json:
         "text": row.text,
         "finish_reason": row.finish_reason,
         "stop_reason": row.stop_reason,
+        "acceptance": None if row.acceptance is None else dataclasses.astuple(row.acceptance),
         "first_token_age_seconds": now - row.first_token_seconds if row.first_token_seconds else 0,
         "last_token_age_seconds": now - row.last_token_seconds if row.last_token_seconds else 0,
     }
@@ -122,7 +125,9 @@ def resume_row(row: RowProgress, fields: Json, now: float) -> None:
     else:
         row.token_ids, row.logprobs, row.text = token_ids, logprobs, fields["text"]
         row.finish_reason, row.stop_reason = fields["finish_reason"], fields["stop_reason"]
-    row.new_text, row.new_token_ids = "", []
+    row.begin_step()
+    if counts := fields.get("acceptance"):
+        row.count_drafts(*counts)
     if age := fields["first_token_age_seconds"]:
         row.first_token_seconds = now - age
     if age := fields["last_token_age_seconds"]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from helios_jax.config import ModelConfig, require
 from helios_jax.engine.row_progress import Row, RowProgress, limit_params
-from helios_jax.outputs import RequestOutput, StreamOutput, Timings, Usage
-from helios_jax.sampling import SamplingParams
+from helios_jax.outputs import Acceptance, RequestOutput, StreamOutput, Timings, Usage
+from helios_jax.sampling import MAX_NUMBER, SamplingParams
 from helios_jax.tokenizer import IncrementalDecoder, StopStringMatcher, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -18,6 +18,14 @@ Prompt = str | Sequence[int]
 
 class EngineFull(RuntimeError):
     """The request table has no room for now: try again when a request has finished."""
+
+
+class NeverFits(ValueError):
+    """The request is larger than the engine, however empty it is."""
+
+
+class DeadlineExceeded(RuntimeError):
+    """A request that was to end at its deadline has ended there; its blocks are free."""
 
 
 class EngineError(RuntimeError):
@@ -49,8 +57,9 @@ class Targets:
 
     def __post_init__(self):
         require(
-            np.isfinite(self.priority),
-            f"priority={self.priority}: must be a finite number; lower is earlier",
+            abs(self.priority) <= MAX_NUMBER,
+            f"priority={self.priority}: must be a finite number, at most {MAX_NUMBER:g} either "
+            "way; lower is earlier",
         )
         for name in ("deadline_seconds", "ttft_target_seconds", "tpot_target_seconds"):
             value = getattr(self, name)
@@ -72,6 +81,7 @@ class EngineRequest:
       on_update: called in the stepping thread.
       is_streamed: False where only the outcome is wanted.
       speculates: False where it is decoded plainly.
+      ends_at_deadline: whether it is aborted at its deadline.
     """
 
     request_id: int
@@ -85,6 +95,14 @@ class EngineRequest:
     on_update: Callable[[RequestUpdate], Any] | None
     is_streamed: bool
     speculates: bool = True
+    ends_at_deadline: bool = False
+
+    def is_expired(self, now: float) -> bool:
+        """Whether it should have ended, at `now` on `time.monotonic`'s clock."""
+        seconds = self.targets.deadline_seconds
+        return (
+            self.ends_at_deadline and seconds is not None and now >= self.arrival_seconds + seconds
+        )
 
     def output(self) -> RequestOutput:
         """The outcome, once all rows have finished."""
@@ -106,6 +124,7 @@ def request_output(
     first = min(row.first_token_seconds for row in rows)
     last = max(row.last_token_seconds for row in rows)
     longest = max(len(output.token_ids) for output in outputs)
+    accepted = [row.acceptance for row in rows if row.acceptance is not None]
     return RequestOutput(
         prompt=prompt,
         prompt_token_ids=prompt_token_ids,
@@ -117,6 +136,7 @@ def request_output(
             total_seconds=last - submitted_seconds,
             tpot_seconds=(last - first) / (longest - 1) if longest > 1 else 0.0,
         ),
+        acceptance=None if not accepted else Acceptance.total(accepted),
     )
 
 
@@ -131,17 +151,18 @@ def check_prompt(
     text = prompt if isinstance(prompt, str) else None
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
     require(len(ids) > 0, f"{name} is empty: must hold at least one token; pass some text")
+    # Before the ids are looked at, of which there may be millions.
+    require(
+        len(ids) < max_model_len,
+        f"{name} has {len(ids)} tokens: max_model_len={max_model_len} must leave room "
+        f"for one more; shorten it to {max_model_len - 1} tokens",
+    )
     for token in ids:
         require(
             0 <= token < config.vocab_size,
             f"{name} contains token id {token}: must be in 0..{config.vocab_size - 1} "
             "(vocab_size); was it encoded with another model's tokenizer?",
         )
-    require(
-        len(ids) < max_model_len,
-        f"{name} has {len(ids)} tokens: max_model_len={max_model_len} must leave room "
-        f"for one more; shorten it to {max_model_len - 1} tokens",
-    )
     return text, ids
 
 

@@ -26,7 +26,7 @@ from helios_jax.engine.drafts import (
     put_rows,
     rows_of,
 )
-from helios_jax.engine.state import EngineState, RowOutputs
+from helios_jax.engine.state import DraftCounts, EngineState, RowOutputs
 from helios_jax.engine.work import (
     Served,
     Variant,
@@ -56,6 +56,7 @@ class _Rounds:
     Attributes:
       active_B: bool, rows that go on.
       history, drafting: of the B rows.
+      drafts: how they fared so far; None like `drafting`.
       tokens_BN, num_tokens_B, logprobs: the outputs so far.
       num_rounds, num_row_rounds: rounds, and rows that took part in them.
       is_over: whether the scheduler must act before another round.
@@ -65,6 +66,7 @@ class _Rounds:
     active_B: Array
     history: TokenHistory | None
     drafting: Drafting | None
+    drafts: DraftCounts | None
     tokens_BN: Array
     num_tokens_B: Array
     logprobs: Logprobs | None
@@ -106,6 +108,9 @@ def run_rounds(
         active_B=rows_B >= 0,
         history=history_of(served, work, rows_B, sampling_B),
         drafting=None if work.speculation is None else rows_of(work.speculation, rows_B),
+        drafts=None
+        if work.speculation is None
+        else DraftCounts(*(jnp.zeros(len(rows_B), jnp.int32) for _ in DraftCounts._fields)),
         tokens_BN=jnp.full((len(rows_B), config.max_step_tokens), -1, jnp.int32),
         num_tokens_B=jnp.zeros(len(rows_B), jnp.int32),
         logprobs=logprobs,
@@ -137,7 +142,7 @@ def run_rounds(
         num_decode_rows=state.telemetry.num_decode_rows + loop.num_row_rounds,
         num_output_tokens=state.telemetry.num_output_tokens + jnp.sum(loop.num_tokens_B),
     )
-    outputs = row_outputs(loop.work, rows_B, loop.tokens_BN, loop.logprobs)
+    outputs = row_outputs(loop.work, rows_B, loop.tokens_BN, loop.logprobs, loop.drafts)
     return put_work(state, loop.work, telemetry), outputs
 
 
@@ -191,6 +196,15 @@ def _round(
     )  # fmt: skip
     if drafting is not None and speculation is not None:
         drafting = learn(speculation, extra, drafting, inputs, drawn, num_emitted_B)
+    drafts = loop.drafts
+    if drafts is not None:
+        num_draft_B = jnp.where(granted_B, drawn.num_draft_B, 0)
+        num_accepted_B = jnp.where(granted_B, drawn.num_accepted_B, 0)
+        drafts = DraftCounts(
+            drafts.num_draft_B + num_draft_B,
+            drafts.num_accepted_B + num_accepted_B,
+            drafts.num_verifications_B + (num_draft_B > 0),
+        )
     ended_B = granted_B & (get_any(work.finish_reason_R, rows_B) != RUNNING)
     row_B1, N = jnp.arange(B)[:, None], loop.tokens_BN.shape[1]
     history, is_emitted_BT = loop.history, emitted_BT >= 0
@@ -210,6 +224,7 @@ def _round(
         active_B=granted_B & ~ended_B,
         history=history,
         drafting=drafting,
+        drafts=drafts,
         tokens_BN=loop.tokens_BN.at[row_B1, column_BT].set(emitted_BT, mode="drop"),
         num_tokens_B=loop.num_tokens_B + num_emitted_B,
         logprobs=logprobs,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from helios_jax.outputs import CompletionOutput, Logprob, PositionLogprobs
+from helios_jax.outputs import Acceptance, CompletionOutput, Logprob, PositionLogprobs
 from helios_jax.sampling import Logprobs, SamplingParams
 from helios_jax.tokenizer import IncrementalDecoder, StopStringMatcher, Tokenizer
 
@@ -25,11 +25,12 @@ class RowProgress:
     """What the host knows of a row, updated in place.
 
     Attributes:
-      new_text, new_token_ids: what the last call added.
+      new_text, new_token_ids: what was added since `begin_step`, trimmed likewise.
       text, token_ids, logprobs: all so far, trimmed at a stop.
       finish_reason: None while running.
       num_unmatched_chars: of text before `min_tokens`, where stop strings do not count.
       first_token_seconds, last_token_seconds: on `time.perf_counter`'s clock.
+      acceptance: of its drafts; None where the engine does not speculate.
     """
 
     row: Row
@@ -47,6 +48,7 @@ class RowProgress:
     num_unmatched_chars: int = 0
     first_token_seconds: float = 0.0
     last_token_seconds: float = 0.0
+    acceptance: Acceptance | None = None
 
     def completion(self, index: int) -> CompletionOutput:
         """The finished row as the output `index` of its request."""
@@ -64,6 +66,26 @@ class RowProgress:
             logprobs=self.logprobs if wants_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+        )
+
+    def begin_step(self) -> None:
+        """What is added from here on is new."""
+        self.new_text, self.new_token_ids = "", []
+
+    @property
+    def new_logprobs(self) -> list[PositionLogprobs] | None:
+        """Those of `new_token_ids`; None unless asked for."""
+        if self.row.params.logprobs is None:
+            return None
+        return self.logprobs[len(self.token_ids) - len(self.new_token_ids) :]
+
+    def count_drafts(self, num_draft: int, num_accepted: int, num_verifications: int) -> None:
+        """Takes in how the drafts of a step fared."""
+        before = self.acceptance or Acceptance(0, 0, 0)
+        self.acceptance = Acceptance(
+            before.num_draft_tokens + num_draft,
+            before.num_accepted_tokens + num_accepted,
+            before.num_verifications + num_verifications,
         )
 
     def add(self, token: int, logprobs: PositionLogprobs | None) -> None:
@@ -101,7 +123,9 @@ class RowProgress:
         self._add_text(found.text)
         if found.stop is not None:
             kept = self.decoder.num_tokens(self.num_unmatched_chars + found.num_chars)
+            num_before = len(self.token_ids) - len(self.new_token_ids)
             del self.token_ids[kept:], self.logprobs[kept:]
+            del self.new_token_ids[max(kept - num_before, 0) :]
             self.finish_reason, self.stop_reason = "stop", found.stop
 
     def _add_text(self, text: str) -> None:

@@ -122,6 +122,17 @@ class Arrivals:
     abort_ids_A: Array
 
 
+class DraftCounts(NamedTuple):
+    """How the drafts of some rows fared in one step, int32 [B] each.
+
+    num_verifications_B: rounds with at least one draft token.
+    """
+
+    num_draft_B: Array
+    num_accepted_B: Array
+    num_verifications_B: Array
+
+
 class RowOutputs(NamedTuple):
     """Tokens of some rows in one step.
 
@@ -129,12 +140,14 @@ class RowOutputs(NamedTuple):
     tokens_BN: int32, -1 beyond a row's tokens.
     finish_reason_B: int32.
     logprobs: of the tokens; None unless the variant has them.
+    drafts: None where nothing drafts.
     """
 
     request_id_B: Array
     tokens_BN: Array
     finish_reason_B: Array
     logprobs: Logprobs | None
+    drafts: DraftCounts | None = None
 
 
 class PromptLogprobs(NamedTuple):

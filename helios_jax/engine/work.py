@@ -13,7 +13,13 @@ from jax import Array
 from helios_jax.cache.masked import get_any, masked_set
 from helios_jax.cache.paged import KVPools
 from helios_jax.engine.config import StepConfig
-from helios_jax.engine.state import EngineState, RowOutputs, SpeculationState, Telemetry
+from helios_jax.engine.state import (
+    DraftCounts,
+    EngineState,
+    RowOutputs,
+    SpeculationState,
+    Telemetry,
+)
 from helios_jax.generation import NON_FINITE, RUNNING, STOP
 from helios_jax.sampling import Logprobs, SamplingArrays, TokenHistory, end_rows, init_history
 from helios_jax.scheduler import SchedulerState, advance
@@ -180,7 +186,11 @@ def emit(
 
 
 def row_outputs(
-    work: Work, rows_B: Array, tokens_BN: Array, logprobs: Logprobs | None
+    work: Work,
+    rows_B: Array,
+    tokens_BN: Array,
+    logprobs: Logprobs | None,
+    drafts: DraftCounts | None = None,
 ) -> RowOutputs:
     """What the host is told of some rows."""
     named_B = rows_B >= 0
@@ -189,4 +199,5 @@ def row_outputs(
         tokens_BN=tokens_BN,
         finish_reason_B=jnp.where(named_B, get_any(work.finish_reason_R, rows_B), RUNNING),
         logprobs=logprobs,
+        drafts=drafts,
     )

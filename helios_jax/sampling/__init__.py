@@ -47,7 +47,7 @@ from helios_jax.sampling.logprobs import (
     score_tokens,
     top_logprobs,
 )
-from helios_jax.sampling.params import MAX_LOGPROBS, SamplingParams
+from helios_jax.sampling.params import MAX_LOGPROBS, MAX_NUMBER, SamplingParams
 from helios_jax.sampling.positions import PositionRows, position_rows
 from helios_jax.sampling.warp import (
     adjust_logits,
@@ -64,6 +64,7 @@ __all__ = [
     "LogitBias",
     "Logprobs",
     "MAX_LOGPROBS",
+    "MAX_NUMBER",
     "MinTokens",
     "NON_FINITE",
     "Penalties",

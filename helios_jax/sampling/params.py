@@ -1,7 +1,6 @@
 """What may a request ask of sampling: `SamplingParams`, vLLM's names, defaults and meanings."""
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 # Below this temperature a row is greedy: the tempered distribution is one-hot in float32 anyway.
 GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
+# Of numbers: further computation stays finite in float32.
+MAX_NUMBER = 1e30
 
 
 @dataclass(frozen=True)
@@ -191,8 +192,9 @@ class SamplingParams:
         )
         self._number("repetition_penalty", "use 1 for none")
         require(
-            self.repetition_penalty > 0,
-            f"repetition_penalty={self.repetition_penalty}: must be > 0; use 1 for none",
+            self.repetition_penalty >= 1 / MAX_NUMBER,
+            f"repetition_penalty={self.repetition_penalty}: must be > 0, and at least "
+            f"{1 / MAX_NUMBER:g}; use 1 for none",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = self._number(name, "use 0 for none")
@@ -230,7 +232,7 @@ class SamplingParams:
             ids = [_token_id("logit_bias", key) for key in self.logit_bias]
             for token, bias in zip(ids, self.logit_bias.values(), strict=True):
                 require(
-                    _is_number(bias) and math.isfinite(bias),
+                    _is_number(bias) and abs(bias) <= MAX_NUMBER,
                     f"logit_bias[{token}]={bias!r}: must be a finite number; use -100 to all but "
                     "bar a token, allowed_token_ids to bar the others for certain",
                 )
@@ -271,8 +273,8 @@ class SamplingParams:
     def _number(self, name: str, remedy: str) -> float:
         value = getattr(self, name)
         require(
-            _is_number(value) and math.isfinite(value),
-            f"{name}={value!r}: must be a finite number; {remedy}",
+            _is_number(value) and abs(value) <= MAX_NUMBER,
+            f"{name}={value!r}: must be a finite number, at most {MAX_NUMBER:g}; {remedy}",
         )
         self._set(name, float(value))
         return float(value)

@@ -30,11 +30,13 @@ def test_help_lists_the_verbs_and_does_not_import_jax():
         [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    for verb in ("generate", "chat", "pull", "models", "convert", "simulate"):
+    for verb in ("generate", "chat", "serve", "pull", "models", "convert", "simulate"):
         assert f" {verb} " in done.stdout
 
 
-@pytest.mark.parametrize("verb", ["generate", "chat", "pull", "models", "convert", "simulate"])
+@pytest.mark.parametrize(
+    "verb", ["generate", "chat", "serve", "pull", "models", "convert", "simulate"]
+)
 def test_every_verb_explains_itself(helios, verb):
     code, out, _ = helios(verb, "--help")
     assert code == 0 and "--debug" in out and f"helios {verb}" in out

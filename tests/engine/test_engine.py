@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+import time
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 from helios_jax.cache.paged import block_bytes
 from helios_jax.engine import (
+    DeadlineExceeded,
     EngineError,
     EngineFull,
     RequestUpdate,
@@ -341,6 +343,44 @@ def test_stop_strings_trim_exactly(engine):
     assert_empty(engine)
 
 
+def test_a_stop_string_takes_back_what_the_same_step_brought(engine):
+    """Streamed ids and logprobs are those of the outcome, but for what an earlier step told."""
+    plain = engine.generate([[72, 105]], [GREEDY])[0].outputs[0]
+    # With the first tokens, which come in one step of their own, and with later ones.
+    for stop in (plain.text[0], plain.text[5]):
+        params = dataclasses.replace(GREEDY, stop=(stop,), logprobs=2)
+        parts = list(engine.stream([72, 105], params))
+        outcome = parts[-1].request_output
+        completion = outcome.outputs[0]
+        assert completion.text == plain.text[: plain.text.index(stop)]
+        assert sum((part.token_ids for part in parts), []) == completion.token_ids
+        assert sum((part.logprobs for part in parts), []) == completion.logprobs
+        assert 0 < outcome.timings.ttft_seconds <= outcome.timings.total_seconds
+    drain(engine)
+    assert_empty(engine)
+
+
+def test_a_request_ends_at_its_deadline_if_it_wants_to(engine):
+    updates, others = [], []
+    options = dict(deadline_seconds=0.05, on_update=updates.append)
+    number = engine.submit([1, 2], GREEDY, ends_at_deadline=True, **options)
+    # A deadline alone is what the policy looks at.
+    patient = engine.submit([1, 2, 3], GREEDY, deadline_seconds=0.05, on_update=others.append)
+    while number in engine.request_ids:
+        assert time.monotonic() < engine._requests[number].arrival_seconds + 5
+        time.sleep(0.06)
+        told = engine.step()
+    last = updates[-1]
+    assert isinstance(last.error, DeadlineExceeded) and last.stream.finish_reason == "abort"
+    assert last in told and patient in engine.request_ids
+    engine.step()
+    assert int(engine._state.scheduler.pool.num_blocks - engine._state.scheduler.pool.num_free) <= 3
+    drain(engine)
+    assert others[-1].stream.request_output.usage.completion_tokens == GREEDY.max_tokens
+    assert [update for update in updates if update.stream.finish_reason] == [last]
+    assert_empty(engine)
+
+
 def test_n_outputs_run_side_by_side(engine):
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
     (output,) = engine.generate([[5, 6, 7]], [params])
@@ -420,6 +460,7 @@ def test_an_unread_stream_that_is_closed_ends_its_request(engine):
         (lambda e: e.submit([1], ttft_target_seconds=0), "ttft_target_seconds=0: must be above 0"),
         (lambda e: e.submit([1], SamplingParams(n=9, temperature=1)), "n=9: more outputs than"),
         (lambda e: e.stream([1], SamplingParams(n=2, temperature=1)), "n=2: a stream has one"),
+        (lambda e: e.submit([258] * 192), "192 tokens: max_model_len=192 must leave room"),
         (lambda e: make_engine(kv_cache_dtype="fp4"), "kv_cache_dtype='fp4': must be one of"),
         (lambda e: make_engine(kv_cache_memory_bytes=2000), "lower max_model_len, raise kv_cache"),
         (lambda e: make_engine(max_model_len=4096), "max_model_len=4096: must be in 2..512"),
@@ -432,6 +473,13 @@ def test_an_unread_stream_that_is_closed_ends_its_request(engine):
 def test_what_breaks_a_rule_is_refused_with_a_remedy(engine, call, message):
     with pytest.raises(ValueError, match=message):
         call(engine)
+    assert not engine.has_work
+
+
+def test_logprobs_of_the_whole_vocabulary_are_refused(engine):
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(NotImplementedError, match=f"{name}=-1: .* at most 20"):
+            engine.submit([1], SamplingParams(**{name: -1}))
     assert not engine.has_work
 
 

@@ -396,3 +396,17 @@ def test_rows_cross_the_watermark(kv_cache_dtype):
     plain = make_engine(**options)
     assert serve(plain, requests[:2]) == found[:2]
     assert_empty(engine)
+
+
+def test_a_request_is_told_how_its_own_drafts_fared():
+    engine = draft_engine()
+    before = engine.metrics()
+    outputs = engine.generate([[1, 2, 3], [4, 5]], [GREEDY, GREEDY], speculate=True)
+    plain = engine.generate([[6]], [GREEDY], speculate=False)[0].acceptance
+    after = engine.metrics()
+    assert plain is not None and plain.num_draft_tokens == plain.acceptance_length == 0
+    for name in ("num_draft_tokens", "num_accepted_tokens", "num_verifications"):
+        counted = [getattr(output.acceptance, name) for output in outputs]
+        assert min(counted) > 0
+        assert sum(counted) == after[name] - before.get(name, 0)
+    assert outputs[0].acceptance.acceptance_rate > 0.5

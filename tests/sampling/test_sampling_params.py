@@ -32,6 +32,10 @@ BAD = [
     (dict(min_p=-0.1), "min_p=-0.1", "[0, 1]"),
     (dict(min_p=1.1), "min_p=1.1", "[0, 1]"),
     (dict(repetition_penalty=0), "repetition_penalty=0", "> 0"),
+    # Finite here, but not in float32.
+    (dict(temperature=1e300), "temperature=1e+300", "at most 1e+30"),
+    (dict(repetition_penalty=1e-300), "repetition_penalty=1e-300", "at least 1e-30"),
+    (dict(logit_bias={3: -1e300}), "logit_bias[3]", "finite"),
     (dict(presence_penalty=2.1), "presence_penalty=2.1", "[-2, 2]"),
     (dict(frequency_penalty=-2.1), "frequency_penalty=-2.1", "[-2, 2]"),
     (dict(logit_bias={-1: 0.0}), "logit_bias", "-1"),

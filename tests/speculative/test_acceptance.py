@@ -75,10 +75,10 @@ def test_the_law_over_vocabularies_and_seeds(params, vocab_size, num_tokens):
     """Random p and q, the joint law of two tokens where the vocabulary is small; over the seeds
     p-values are uniform (Kolmogorov-Smirnov)."""
     p_values = [
-        judge(params, vocab_size=vocab_size, num_tokens=num_tokens, num_rows=20_000, seed=seed)
-        for seed in range(20)
+        judge(params, vocab_size=vocab_size, num_tokens=num_tokens, num_rows=5_000, seed=seed)
+        for seed in range(200)
     ]
-    assert min(p_values) > LOWEST / 20
+    assert min(p_values) > LOWEST / 200
     assert scipy.stats.kstest(p_values, "uniform").pvalue > LOWEST
 
 
