@@ -103,7 +103,7 @@ def read_recorded(path: str | os.PathLike) -> Trace:
     require(len(rows) > 0, f"{path}: holds no requests")
     rows.sort(key=lambda row: row[0])
     seconds = np.array([row[0] for row in rows])
-    outputs = [lengths.get(row_id, limit) for _, _, row_id, limit in rows]
+    outputs = np.array([lengths.get(row_id, limit) for _, _, row_id, limit in rows])
     return Trace(
         arrival_seconds=seconds - seconds[0],
         num_prompt=np.array([len(prompt) for _, prompt, _, _ in rows], np.int32),
