@@ -42,7 +42,8 @@ def paired_draft(folder, target) -> None:
 
 
 @pytest.mark.usefixtures("compiled")
-def test_the_whole_mission(tmp_path, server_folder):
+@pytest.mark.parametrize("drafts", ["lookup", pytest.param("model", marks=pytest.mark.slow)])
+def test_the_whole_mission(drafts, tmp_path, server_folder):
     make_checkpoint(tmp_path / "source", **SIZES)
     (tmp_path / "traffic.txt").write_text(TEXT * 40)
     target, draft, record = (tmp_path / name for name in ("target", "draft", "run.jsonl"))
@@ -50,8 +51,12 @@ def test_the_whole_mission(tmp_path, server_folder):
         "quantize", tmp_path / "source", "--method", "awq", "--bits", 4, "--group-size", 32,
         "--calibration", tmp_path / "traffic.txt", "--out", target,
     )  # fmt: skip
-    paired_draft(draft, target)
-    speculation = {"model": str(draft), "num_speculative_tokens": 1}
+    if drafts == "model":
+        paired_draft(draft, target)
+        speculation = {"model": str(draft), "num_speculative_tokens": 1}
+    else:
+        # Of any byte that was there before, so that something is drafted.
+        speculation = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 1}
     # One at a time: half as many programs.
     options = {"kv_cache_dtype": "fp8_e4m3", "kv_watermark": "inf", "max_num_seqs": 1}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
