@@ -46,14 +46,16 @@ def to_markdown(tables: list[Table], kept: Mapping[str, Mapping[str, Any]], inpu
         if table.intro:
             lines += [table.intro, ""]
         lines += ["| | | article | here | what differs |", "|---|---|---|---|---|"]
-        before = None
+        before, said = None, None
         for cell in table.cells:
             shown = "" if cell.row == before else cell.row
             before = cell.row
             link = _link(cell)
             value = show(cell.value(results[cell.part]), cell.unit)
+            differs = "" if cell.differs == said else cell.differs
+            said = cell.differs
             lines.append(
-                f"| {shown} | {cell.column} | {cell.article} | [{value}]({link}) | {cell.differs} |"
+                f"| {shown} | {cell.column} | {cell.article} | [{value}]({link}) | {differs} |"
             )
         if table.picture is not None:
             lines += ["", f"![{table.title}](picture:{table.picture})"]
