@@ -33,6 +33,7 @@ from helios_jax.replay.engine_client import EngineClient, StepRecord
 from helios_jax.replay.prompts import DEFAULT_TEXT
 from helios_jax.replay.report import summarize_run
 from helios_jax.replay.serving import ReplayRequest, Run, State, serve
+from helios_jax.replay.stream_client import StreamClient
 from helios_jax.sampling import SamplingParams
 from helios_jax.scheduler import SchedulerConfig, find_policy
 from helios_jax.speculative_config import load_speculation
@@ -242,6 +243,40 @@ def replay(
             "weights": llm.dtype_report,
         }
         return Replayed(report, steps, trace, requests, llm.engine.scheduler_config)
+
+
+def replay_to_server(
+    traffic: Traffic,
+    address: str,
+    model: str,
+    *,
+    max_model_len: int,
+    goodput: Mapping[str, float] | None = None,
+    say: Callable[[str], Any] = lambda text: None,
+    watch: Watch = lambda state: None,
+) -> dict[str, Any]:
+    """`replay` on a running server (`helios serve`), which is as warm as it is.
+
+    Args:
+      address: host:port.
+      model: what it serves; its tokenizer makes the prompts, and no weights are loaded.
+      max_model_len: of the server; lengths are cut to it.
+
+    Returns:
+      `summarize_run`'s report with `traffic` and `server` added; what a server does not tell
+      (preemptions, acceptance) is missing.
+    """
+    from checkpoints_conv import open_checkpoint
+    from helios_jax.server.client import Client
+
+    trace = traffic.read(max_model_len)
+    tokenizer = open_checkpoint(hub.resolve(model)).tokenizer
+    requests = traffic.requests(trace, tokenizer)
+    say(f"replaying to {address}")
+    with Client(address) as server:
+        run = serve(requests, StreamClient(server.stream), watch)
+    report = summarize_run(run, {}, model_id=model, backend="helios-server", goodput=goodput)
+    return report | {"traffic": traffic.describe(trace), "server": address}
 
 
 @contextlib.contextmanager

@@ -45,6 +45,14 @@ def replay(
             help="With --ladder: the 4-bit checkpoint, where MODEL is not one itself.",
         ),
     ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Replay to a running `helios serve` of MODEL instead; serving options are its "
+            "own, but --max-model-len, which lengths are cut to.",
+        ),
+    ] = None,
     start_seconds: Annotated[float, _option(_TRAFFIC, "Skip so much of the recording.")] = 0.0,
     window_seconds: Annotated[
         float | None, _option(_TRAFFIC, "Replay so much of it. Default: all.")
@@ -132,7 +140,7 @@ def replay(
     from rich.table import Table
 
     from helios_jax.bench.ladder import ladder_markdown, run_ladder
-    from helios_jax.bench.replay import Serving, Traffic, predicted
+    from helios_jax.bench.replay import Serving, Traffic, predicted, replay_to_server
     from helios_jax.bench.replay import replay as run
     from helios_jax.calibrate.record import circumstances
     from helios_jax.config import require
@@ -151,6 +159,11 @@ def replay(
     )
     require(set(rows) <= set(range(5)), f"row={row}: must be in 1..5")
     require(not (ladder and (costs or predict)), "costs, predict: of which row? leave --ladder out")
+    require(
+        server is None or not (ladder or costs or predict),
+        "server: has one configuration, and its steps are not seen; leave --ladder, --costs and "
+        "--predict out",
+    )
     given_costs = None if predict is None else json.loads(predict.read_text())
     if given_costs is not None:
         costs_from_json(given_costs)
@@ -205,6 +218,13 @@ def replay(
             )  # fmt: skip
             reports = {each["name"]: each["report"] for each in report["ladder"]}
             text_of = ladder_markdown(report)
+        elif server is not None:
+            report = {"circumstances": circumstances()} | replay_to_server(
+                traffic, server, model, max_model_len=max_model_len, goodput=goals, say=say,
+                watch=watch,
+            )  # fmt: skip
+            reports = {server: report}
+            text_of = to_markdown(reports)
         else:
             replayed = run(traffic, serving, goodput=goals, say=say, watch=watch)
             report = {"circumstances": circumstances()} | replayed.report
@@ -232,7 +252,11 @@ def replay(
             f"{name}: {each['completed']} of {each['num_prompts']} requests in "
             f"{each['duration']:.0f} s"
             + (" (interrupted)" if each["is_interrupted"] else "")
-            + f"; {each['weights']}; programs compiled while it ran: {each['num_new_programs']}",
+            + (
+                f"; {each['weights']}; programs compiled while it ran: {each['num_new_programs']}"
+                if "weights" in each
+                else f"; {each['failed']} failed"
+            ),
             highlight=False,
         )
     if "predicted" in report:

@@ -1,6 +1,8 @@
 """How does the report read? One Markdown file, and one HTML file with its pictures in it."""
 
+import base64
 import html
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 from helios_jax.evidence.parts import PARTS, Inputs
 from helios_jax.evidence.tables import SHIPPED, Cell, Table, ladder_parts, shipped_results
 
-MARKDOWN, HTML = "report.md", "report.html"
+MARKDOWN, HTML, PICTURES = "report.md", "report.html", "pictures"
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: 1rem 0; font-size: 13px }
@@ -21,11 +23,20 @@ img { max-width: 100% } code { font-size: 12px }
 def write_pages(
     folder: Path, tables: list[Table], kept: Mapping[str, Mapping[str, Any]], inputs: Inputs
 ) -> tuple[Path, Path]:
-    """Writes both; the HTML has pictures where matplotlib is there, and says so where not."""
-    text = to_markdown(tables, kept, inputs)
+    """Writes both, and what Markdown links to: pictures, and results that are shipped.
+
+    The HTML has the pictures in it, where matplotlib is there, and says so where not.
+    """
+    text, drawn = to_markdown(tables, kept, inputs), pictures_of(kept)
     markdown, page = folder / MARKDOWN, folder / HTML
-    markdown.write_text(text)
-    page.write_text(to_html(text, pictures_of(kept)))
+    page.write_text(to_html(text, drawn))
+    for name, url in drawn.items():
+        path = folder / PICTURES / f"{name}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(base64.b64decode(url.partition(",")[2]))
+        text = text.replace(f"(picture:{name})", f"({PICTURES}/{name}.png)")
+    markdown.write_text(re.sub(r"!\[.*\]\(picture:.*\)\n", "", text))
+    (folder / f"{SHIPPED}.json").write_text(json.dumps(shipped_results(), indent=1) + "\n")
     return markdown, page
 
 
@@ -46,14 +57,16 @@ def to_markdown(tables: list[Table], kept: Mapping[str, Mapping[str, Any]], inpu
         if table.intro:
             lines += [table.intro, ""]
         lines += ["| | | article | here | what differs |", "|---|---|---|---|---|"]
-        before = None
+        before, said = None, None
         for cell in table.cells:
             shown = "" if cell.row == before else cell.row
             before = cell.row
             link = _link(cell)
             value = show(cell.value(results[cell.part]), cell.unit)
+            differs = "" if cell.differs == said else cell.differs
+            said = cell.differs
             lines.append(
-                f"| {shown} | {cell.column} | {cell.article} | [{value}]({link}) | {cell.differs} |"
+                f"| {shown} | {cell.column} | {cell.article} | [{value}]({link}) | {differs} |"
             )
         if table.picture is not None:
             lines += ["", f"![{table.title}](picture:{table.picture})"]
@@ -158,5 +171,5 @@ def _inline(text: str) -> str:
 
 def _link(cell: Cell) -> str:
     if cell.part == SHIPPED:
-        return "../../calibrate/results/README.md"
+        return f"{SHIPPED}.json"
     return f"{PARTS}/{cell.part}.json"

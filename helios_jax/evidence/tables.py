@@ -233,7 +233,7 @@ def _weights() -> Table:
         return value
 
     differs = (
-        "mean over five texts of a 135M model whose perplexity is about 20; groups of 64; measured "
+        "mean over five texts of a 135M model; groups of 64; measured "
         "once and shipped (helios_jax/calibrate/results), since quantising takes minutes"
     )
     cells = (

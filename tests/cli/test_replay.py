@@ -10,6 +10,7 @@ from helios_jax import hub
 from helios_jax.bench import ladder
 from helios_jax.bench import replay as replaying
 from helios_jax.bench.replay import Serving, Traffic
+from helios_jax.outputs import StreamOutput
 from helios_jax.replay.calibration import StepCosts, to_json
 from helios_jax.replay.report import TABLE
 from tests import tiny
@@ -64,7 +65,42 @@ def test_a_window_is_replayed_on_a_model(helios, trace, tmp_path, monkeypatch):
     assert all(title in table_path.read_text() for title in TABLE.values())
 
 
+def test_a_running_server_is_replayed_to(helios, trace, tmp_path, monkeypatch):
+    asked = []
+
+    class Server:
+        def __init__(self, address):
+            asked.append(address)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def stream(self, prompt, *, max_tokens, **options):
+            asked.append(len(prompt))
+            for i in range(max_tokens):
+                yield StreamOutput("", [1], "length" if i == max_tokens - 1 else None)
+
+    monkeypatch.setattr("helios_jax.server.client.Client", Server)
+    monkeypatch.setattr(hub, "resolve", lambda name: name)
+    checkpoint = SimpleNamespace(tokenizer=tiny.tokenizer())
+    monkeypatch.setattr(checkpoints_conv, "open_checkpoint", lambda path: checkpoint)
+    path = tmp_path / "report.json"
+    code, out, err = helios(
+        "replay", trace, "m", "--server", "host:1", "--window-seconds", "60", "--max-prompt", "60",
+        "--max-model-len", "512", "--json", str(path),
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads(path.read_text())
+    assert report["completed"] == 3 and report["output_lens"] == [3, 2, 5]
+    assert asked[0] == "host:1" and sorted(asked[1:]) == [8, 40, 60]
+    assert report["backend"] == "helios-server" and "0 failed" in out
+
+
 @pytest.mark.parametrize("arguments, message", [
+    (["--server", "h:1", "--ladder"], "server: has one configuration"),
     (["--sample", "0"], "sample=0.0"),
     (["--time-stretch", "-1"], "time_stretch=-1.0: must be above 0"),
     (["--length-scale", "0"], "length_scale=0.0"),

@@ -5,7 +5,15 @@ import re
 
 import pytest
 
-from helios_jax.evidence import article, make_inputs, parts_of, recheck, run_part, tables_of
+from helios_jax.evidence import (
+    article,
+    make_inputs,
+    parts_of,
+    recheck,
+    run_part,
+    tables_of,
+    write_pages,
+)
 from helios_jax.evidence.pages import to_html, to_markdown
 from helios_jax.evidence.tables import shipped_results
 
@@ -82,6 +90,17 @@ def test_our_number_stands_beside_theirs_with_a_link_and_a_verdict(inputs):
     assert '<img alt="The ladder, measured here" src="data:image/png;base64,AA">' in page
     assert not re.findall(r'(?:src|href)="https?:', page)
     assert "no picture of" in to_html(text, {})
+
+
+def test_the_pages_need_no_file_that_is_not_written(tmp_path, inputs):
+    figures = {name: [float(x) for x in row] for name, row in article.LADDER.items()}
+    parts = ladder_parts(figures)
+    markdown, page = write_pages(tmp_path, tables_of(list(parts)), parts, inputs)
+    linked = set(re.findall(r"\]\(([^)]*)\)", markdown.read_text()))
+    assert {"shipped.json", "parts/ladder_0.json"} <= linked
+    for link in linked - {f"parts/{name}.json" for name in parts}:
+        assert (tmp_path / link).is_file(), link
+    assert "picture:" not in page.read_text()
 
 
 def test_shipped_results_have_the_models_that_the_table_asks_for():

@@ -35,7 +35,7 @@ FILTERS = {
         repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.4
     ),
     "bias": SamplingParams(logit_bias={0: -100.0, 3: 2.0}),
-    "allowed": SamplingParams(allowed_token_ids=[1, 2, 4], temperature=1.5),
+    "allowed": SamplingParams(allowed_token_ids=[0, 1, 2], temperature=1.5),
     "bad words": SamplingParams(bad_words_token_ids=[[1], [2, 3]]),
     "min tokens": SamplingParams(min_tokens=2, temperature=1.5),
     "everything": SamplingParams(
