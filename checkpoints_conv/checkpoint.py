@@ -4,13 +4,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from checkpoints_conv.errors import about
 from checkpoints_conv.kv_scales import KvScales
 from checkpoints_conv.tree import Leaf, Path, checked_leaves
 from helios_jax.config import ModelConfig
 from helios_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from helios_jax.speculative import DraftVocabulary
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Checkpoint:
       describe_source: the format and files that the weights first came from, JSON-ready; sums of
         the files may be taken.
       kv_scales: what an FP8 KV cache of this model multiplies by, or None.
+      draft_vocabulary: of a draft model that has few of its target's tokens, or None.
     """
 
     path: FilePath
@@ -41,6 +45,7 @@ class Checkpoint:
     read_tokenizer: Callable[[], Tokenizer]
     describe_source: Callable[[], dict[str, Any]]
     kv_scales: KvScales | None = None
+    draft_vocabulary: "DraftVocabulary | None" = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

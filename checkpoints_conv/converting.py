@@ -88,6 +88,11 @@ def write_checkpoint(
 ) -> None:
     """`convert` for a checkpoint that is open already, or was made: see there."""
     _check_options(format, quant_type, dtype)
+    if checkpoint.draft_vocabulary is not None and format != "native":
+        raise ValueError(
+            f"{checkpoint.path}: is a draft with a vocabulary of its own, which format={format!r} "
+            "cannot hold; leave it in the native format"
+        )
     target = _absolute(target)
     _check_target(target, overwrite, format)
     target.parent.mkdir(parents=True, exist_ok=True)

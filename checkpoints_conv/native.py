@@ -3,6 +3,7 @@
     config.json       {"format", "format_version", "model": ModelConfig.to_dict()}
     generation.json   recommended sampling values, under SamplingParams' names
     kv_scales.json    {"k", "v"}: scales of an FP8 KV cache, [layer][KV head]; where there are any
+    vocabulary.npz    ids_U, nearest_V: of a draft that has few of its target's tokens
     tokenizer/        Tokenizer.save
     manifest.json     {"format", "format_version", "source", "files", "leaves"}
     params/GROUP/     one Orbax checkpoint per group: embed, layers_0, ..., final_norm, lm_head
@@ -26,10 +27,11 @@ import os
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path as FilePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,12 +53,15 @@ from helios_jax.config import ModelConfig
 from helios_jax.quant import FLOAT8, QuantTensor
 from helios_jax.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from helios_jax.speculative import DraftVocabulary
+
 FORMAT = "helios-jax"
 FORMAT_VERSION = 1
 MANIFEST, PARAMS = "manifest.json", "params"
 
 _CONFIG, _GENERATION, _TOKENIZER = "config.json", "generation.json", "tokenizer"
-_KV_SCALES = "kv_scales.json"
+_KV_SCALES, _VOCABULARY = "kv_scales.json", "vocabulary.npz"
 _ARRAYS = ("packed", "scale", "zero", "offset", "perm")
 _STATICS = ("bits", "group_size", "span", "implicit_zero")
 _SETTLE_SECONDS = 0.5
@@ -90,6 +95,11 @@ def write_native(
     write_json(folder / _GENERATION, checkpoint.generation)
     if checkpoint.kv_scales is not None:
         write_json(folder / _KV_SCALES, checkpoint.kv_scales.to_json())
+    if checkpoint.draft_vocabulary is not None:
+        vocabulary = checkpoint.draft_vocabulary
+        np.savez_compressed(
+            folder / _VOCABULARY, ids_U=vocabulary.ids_U, nearest_V=vocabulary.nearest_V
+        )
     checkpoint.tokenizer.save(folder / _TOKENIZER)
     manifest = {
         "source": checkpoint.describe_source(),
@@ -136,7 +146,28 @@ def open_native(folder: FilePath) -> Checkpoint:
         read_tokenizer=lambda: Tokenizer.load(folder / _TOKENIZER),
         describe_source=lambda: manifest.get("source", {}),
         kv_scales=load_kv_scales(folder / _KV_SCALES, config) if _KV_SCALES in files else None,
+        draft_vocabulary=_load_vocabulary(folder / _VOCABULARY, config)
+        if _VOCABULARY in files
+        else None,
     )
+
+
+def _load_vocabulary(path: FilePath, config: ModelConfig) -> "DraftVocabulary":
+    """A draft's vocabulary; a ValueError names the file."""
+    # Most checkpoints have none, and it brings the model with it.
+    from helios_jax.speculative import DraftVocabulary
+
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            vocabulary = DraftVocabulary(arrays["ids_U"], arrays["nearest_V"])
+    except (KeyError, OSError, ValueError, zipfile.BadZipFile) as error:
+        raise about(path, ValueError(str(error))) from None
+    if len(vocabulary.ids_U) != config.vocab_size:
+        raise ValueError(
+            f"{path}: holds {len(vocabulary.ids_U)} tokens, but the model has vocab_size="
+            f"{config.vocab_size}"
+        )
+    return vocabulary
 
 
 def _read_leaves(
@@ -275,7 +306,7 @@ def _section(folder: FilePath, manifest: dict[str, Any], name: str) -> dict[str,
 def _small_files(folder: FilePath) -> list[str]:
     """The files outside params/, by their path within the folder; the manifest excepted."""
     paths = [folder / _CONFIG, folder / _GENERATION, *sorted((folder / _TOKENIZER).glob("*"))]
-    paths += [folder / _KV_SCALES] if (folder / _KV_SCALES).exists() else []
+    paths += [folder / name for name in (_KV_SCALES, _VOCABULARY) if (folder / name).exists()]
     return [path.relative_to(folder).as_posix() for path in paths]
 
 

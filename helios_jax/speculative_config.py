@@ -12,10 +12,14 @@ from helios_jax.speculative import (
     FixedLength,
     PromptLookup,
     Proposer,
+    ReducedParams,
     Speculation,
     SpeculationParams,
 )
-from helios_jax.speculative.pairing import require_same_tokens, warn_of_other_target
+from helios_jax.speculative.pairing import (
+    require_same_tokens,
+    warn_of_other_target,
+)
 from helios_jax.tokenizer import Tokenizer
 
 DEFAULTS = {
@@ -108,8 +112,11 @@ def load_speculation(
         draft.config, read_params(draft), dtype if dtype in ("float32", "bfloat16") else "auto"
     )
     # Prompts enter the draft's cache so many tokens at a time.
-    proposer = DraftModel(form.model, catch_up_tokens=64)
-    return speculation(proposer), SpeculationParams(form.params)
+    vocabulary = draft.draft_vocabulary
+    num_target_tokens = None if vocabulary is None else len(vocabulary.nearest_V)
+    proposer = DraftModel(form.model, catch_up_tokens=64, num_target_tokens=num_target_tokens)
+    params = form.params if vocabulary is None else ReducedParams.of(form.params, vocabulary)
+    return speculation(proposer), SpeculationParams(params)
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:

@@ -26,7 +26,8 @@ ORDER = (
     ("speculative_config",),
     ("llm",),
     ("",),
-    ("calibrate", "distill", "replay", "server"),
+    ("calibrate", "replay", "server"),
+    ("distill",),
     ("bench",),
     ("evidence",),
     ("cli",),
@@ -35,7 +36,7 @@ ORDER = (
 SERVER_KNOWS = ("", "engine", "llm", "outputs", "config", "server")
 RANKS = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
 # Where checkpoints are opened and converted, inside the functions that do so.
-OPENS_CHECKPOINTS = ("hub", "speculative_config", "llm", "calibrate", "bench", "cli")
+OPENS_CHECKPOINTS = ("hub", "speculative_config", "llm", "calibrate", "distill", "bench", "cli")
 
 
 class Import(NamedTuple):

@@ -17,6 +17,7 @@ from helios_jax.cli import bench, client
 from helios_jax.cli.calibrate_kv import calibrate_kv
 from helios_jax.cli.chat import chat
 from helios_jax.cli.convert import convert
+from helios_jax.cli.distill import distill
 from helios_jax.cli.evaluate import evaluate
 from helios_jax.cli.evidence import evidence
 from helios_jax.cli.generate import generate
@@ -47,6 +48,7 @@ for verb in (
     quantize,
     evaluate,
     calibrate_kv,
+    distill,
     profile,
     replay,
     simulate,

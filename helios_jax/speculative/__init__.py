@@ -36,6 +36,7 @@ from helios_jax.speculative.controller import (
 )
 from helios_jax.speculative.costs import measure_costs
 from helios_jax.speculative.draft_model import DraftModel
+from helios_jax.speculative.draft_vocabulary import DraftVocabulary, ReducedParams
 from helios_jax.speculative.drafting import draw_drafts
 from helios_jax.speculative.generation import (
     Speculation,
@@ -69,12 +70,14 @@ __all__ = [
     "CostTable",
     "Draft",
     "DraftModel",
+    "DraftVocabulary",
     "DriftEvent",
     "FixedLength",
     "PagedRows",
     "PromptLookup",
     "Proposer",
     "ProposerState",
+    "ReducedParams",
     "RoundRecord",
     "RoundRows",
     "RowAcceptance",

@@ -24,6 +24,12 @@ from jax import Array, lax
 from helios_jax.cache.paged import KVPools, KVScales, init_pools
 from helios_jax.config import require
 from helios_jax.model import Transformer
+from helios_jax.speculative.draft_vocabulary import (
+    ReducedParams,
+    model_params,
+    to_draft,
+    to_target,
+)
 from helios_jax.speculative.drafting import draw_drafts
 from helios_jax.speculative.passes import PagedRows, logits_of, run_rows
 from helios_jax.speculative.proposer import Draft, Proposer, ProposerState, RoundRows, Verified
@@ -40,11 +46,15 @@ class DraftCache(NamedTuple):
 class DraftModel(Proposer):
     """Drafts with a model of the target's vocabulary; `params` are the model's.
 
+    Or of some of its tokens: `params` are then `ReducedParams`, and `num_target_tokens` is set.
+
     Attributes:
       model: a `Transformer`. Beyond its max_model_len it drafts nothing.
       greedy: draft the most probable token even where the row samples; q is then one-hot.
       min_confidence: see `draw_drafts`; 0 for none.
       catch_up_tokens: tokens of a row taken in at a time when it has fallen behind.
+      num_target_tokens: tokens of the target that it reads, where it has a `DraftVocabulary`; None
+        where its ids are the target's.
 
     State: shared is a `DraftCache`, rows is num_computed_B.
     """
@@ -53,6 +63,7 @@ class DraftModel(Proposer):
     greedy: bool = False
     min_confidence: float = 0.0
     catch_up_tokens: int = 16
+    num_target_tokens: int | None = None
 
     def __post_init__(self):
         require(
@@ -66,13 +77,13 @@ class DraftModel(Proposer):
 
     def check(self, model: Transformer) -> None:
         """Vocabularies may be padded to different sizes; `pairing` compares their tokens."""
-        mine, theirs = self.model.config, model.config
+        mine, theirs = self.num_target_tokens or self.model.config.vocab_size, model.config
         for name in ("bos_token_id", "eos_token_ids"):
             ids = getattr(theirs, name)
             ids = ids if isinstance(ids, tuple) else () if ids is None else (ids,)
             require(
-                all(token < mine.vocab_size for token in ids),
-                f"draft model: its vocab_size={mine.vocab_size} does not hold the target's "
+                all(token < mine for token in ids),
+                f"draft model: its vocab_size={mine} does not hold the target's "
                 f"{name}={ids} (vocab_size={theirs.vocab_size}): the two have different "
                 "vocabularies; use a draft of the target's family",
             )
@@ -92,13 +103,20 @@ class DraftModel(Proposer):
         # Rows whose earlier tokens it lacks would compute entries that are wrong.
         counts_B = jnp.where(starts_B == state.rows, counts_B, 0)
         counts_B = jnp.clip(self.model.config.max_model_len - starts_B, 0, counts_B)
-        _, pools = run_rows(self.model, params, cache.pools, kv, tokens_BT, starts_B, counts_B)
+        tokens_BT = to_draft(params, tokens_BT)
+        _, pools = run_rows(
+            self.model, model_params(params), cache.pools, kv, tokens_BT, starts_B, counts_B
+        )
         return ProposerState(cache._replace(pools=pools), state.rows + counts_B)
 
     def propose(
         self, params: Any, state: ProposerState, rows: RoundRows, num_draft_B: Array,
         max_num_draft_tokens: int,
     ) -> tuple[Draft, ProposerState]:  # fmt: skip
+        require(
+            isinstance(params, ReducedParams) == (self.num_target_tokens is not None),
+            "draft model: ReducedParams and num_target_tokens belong together; give both or none",
+        )
         cache: DraftCache = state.shared
         kv = dataclasses.replace(rows.kv, scales=cache.scales)
         known_B = rows.num_known_B
@@ -108,7 +126,13 @@ class DraftModel(Proposer):
         drafts_B = num_draft_B > 0
 
         def run(pools: KVPools, tokens_BT: Array, starts_B: Array, counts_B: Array):
-            return run_rows(self.model, params, pools, kv, tokens_BT, starts_B, counts_B)
+            tokens_BT = to_draft(params, tokens_BT)
+            return run_rows(
+                self.model, model_params(params), pools, kv, tokens_BT, starts_B, counts_B
+            )
+
+        def logits(hidden_BD: Array) -> Array:
+            return to_target(params, logits_of(self.model, model_params(params), hidden_BD))
 
         def known(starts_B: Array, width: int) -> Array:
             index_BT = starts_B[:, None] + jnp.arange(width)
@@ -136,13 +160,13 @@ class DraftModel(Proposer):
             hidden_B2D, pools = run(pools, known(computed_B, 2), computed_B, counts_B)
             last_B11 = jnp.maximum(counts_B - 1, 0)[:, None, None]
             hidden_BD = jnp.take_along_axis(hidden_B2D, last_B11, axis=1)[:, 0]
-            return logits_of(self.model, params, hidden_BD), (pools, computed_B + counts_B)
+            return logits(hidden_BD), (pools, computed_B + counts_B)
 
         def forward(carry: tuple[KVPools, Array], tokens_B: Array, place: Array, active_B: Array):
             pools, computed_B = carry
             counts_B = active_B.astype(jnp.int32)
             hidden_B1D, pools = run(pools, tokens_B[:, None], known_B + place, counts_B)
-            return logits_of(self.model, params, hidden_B1D[:, 0]), (pools, computed_B + counts_B)
+            return logits(hidden_B1D[:, 0]), (pools, computed_B + counts_B)
 
         draft, (pools, computed_B) = draw_drafts(
             start, forward, carry, rows.sampling, rows.history, rows.num_output_B, num_draft_B,

@@ -1,0 +1,164 @@
+"""Which shape should a draft have? What each costs here and on a GPU, and what it must accept.
+
+    python -m helios_jax.distill.shapes --shape 0 6144 1536 --shape 0,29 6144 1536 --json out.json
+
+A shape is layers, tokens, MLP channels of a pruned target; weights do not matter for its cost, so
+none is trained. Costs are measured for one row (`measure_costs`: passes of the target in its
+fastest form, and a draft step). By them, and by the byte model for a GPU, the table says which
+acceptance per token a (the same at every place) pays at all, and the speed-up at a = 0.4, 0.5 and
+0.6 with the number of draft tokens that is then best (arXiv 2211.17192, equation 1).
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from helios_jax.config import ModelConfig
+from helios_jax.distill.speed import predicted_speed_up
+from helios_jax.profiler import GPUS, Formats
+
+_ACCEPTANCES = (0.4, 0.5, 0.6)
+_MAX_DRAFT_TOKENS = 4
+
+
+def best_speed_up(
+    acceptance: float, draft_seconds: float, verify_seconds_T: np.ndarray
+) -> tuple[float, int]:
+    """(speed-up over plain decoding, draft tokens of a round); (1, 0) where none pays.
+
+    Args:
+      verify_seconds_T: a pass over 1, 2, … tokens.
+    """
+    found = [
+        (
+            _tokens(acceptance, g)
+            * verify_seconds_T[0]
+            / (verify_seconds_T[g] + g * draft_seconds),
+            g,
+        )
+        for g in range(len(verify_seconds_T))
+    ]
+    speed_up, number = max(found)
+    return float(speed_up), number
+
+
+def least_acceptance(draft_seconds: float, verify_seconds_T: np.ndarray) -> float:
+    """From which acceptance on some number of draft tokens pays, in hundredths; 1 where none."""
+    for percent in range(1, 100):
+        if best_speed_up(percent / 100, draft_seconds, verify_seconds_T)[1] > 0:
+            return percent / 100
+    return 1.0
+
+
+def predicted(acceptance: float, predict: Callable[[int, float], float]) -> tuple[float, int]:
+    """The same by the byte model: `predict` takes draft tokens and tokens per round."""
+    found = [(1.0, 0)]
+    found += [(predict(g, _tokens(acceptance, g)), g) for g in range(1, 2 * _MAX_DRAFT_TOKENS + 1)]
+    return max(found)
+
+
+def _tokens(acceptance: float, num_draft_tokens: int) -> float:
+    return sum(acceptance**i for i in range(num_draft_tokens + 1))
+
+
+def main() -> None:
+    from checkpoints_conv import open_checkpoint, read_params
+    from helios_jax import hub
+    from helios_jax.calibrate.evaluation import table
+    from helios_jax.calibrate.record import circumstances
+    from helios_jax.distill.architectures import PrunedShape, num_params, prune
+    from helios_jax.llm import use_compilation_cache
+    from helios_jax.model.forms import serving_form
+    from helios_jax.speculative import (
+        DraftModel,
+        DraftVocabulary,
+        ReducedParams,
+        Speculation,
+        measure_costs,
+    )
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--shape", nargs=3, action="append", required=True)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    use_compilation_cache()
+    checkpoint = open_checkpoint(hub.resolve(given.target))
+    params = read_params(checkpoint)
+    form = serving_form(checkpoint.config, params, "auto")
+    V = checkpoint.config.vocab_size
+    passes = tuple(range(1, _MAX_DRAFT_TOKENS))
+    rows: list[dict[str, Any]] = []
+    verify: np.ndarray | None = None
+    for layers, tokens, channels in given.shape:
+        shape = PrunedShape(tuple(map(int, layers.split(","))), int(channels))
+        ids = np.arange(int(tokens), dtype=np.int32)
+        vocabulary = DraftVocabulary(ids, np.minimum(np.arange(V, dtype=np.int32), len(ids) - 1))
+        config, pruned = prune(checkpoint.config, params, shape, vocabulary)
+        draft = serving_form(config, pruned, "auto")
+        proposer = DraftModel(draft.model, num_target_tokens=V)
+        speculation = Speculation(proposer, _MAX_DRAFT_TOKENS, intermediate_lengths=passes)
+        costs = jax.device_get(
+            measure_costs(
+                (form.model, form.params), speculation, ReducedParams.of(draft.params, vocabulary),
+                kv_dtype="bfloat16",
+            )
+        )  # fmt: skip
+        # The target's passes are the same for all: the first measurement counts.
+        verify = np.asarray(costs.verify_seconds_T) if verify is None else verify
+        rows.append(_row(f"{layers}; {tokens}; {channels}", checkpoint.config, config,
+                         num_params(pruned), float(costs.draft_seconds), verify))  # fmt: skip
+        print(rows[-1], flush=True)
+    assert verify is not None
+    text = "Passes of the target over 1 to 5 tokens, ms: "
+    text += ", ".join(f"{1000 * seconds:.1f}" for seconds in verify) + ".\n\n"
+    text += table(
+        ["layers; tokens; channels", "parameters, M", "draft step, ms", "pays from a ="]
+        + [f"{where}, a = {a}" for where in ("here", "H100 predicted") for a in _ACCEPTANCES],
+        [
+            [row["shape"], f"{row['num_params'] / 1e6:.1f}", f"{1000 * row['draft_seconds']:.2f}",
+             f"{row['pays_from']:.2f}"]
+            + [f"{x:.2f} ({g})" for x, g in (*row["here"], *row["h100"])]
+            for row in rows
+        ],
+    )  # fmt: skip
+    print(text)
+    if given.json is not None:
+        content = {
+            "circumstances": circumstances(),
+            "verify_seconds": verify.tolist(),
+            "rows": rows,
+        }
+        given.json.write_text(json.dumps(content, indent=1) + "\n")
+        given.json.with_suffix(".md").write_text(text + "\n")
+
+
+def _row(
+    name: str, target: ModelConfig, draft: ModelConfig, number: int, draft_seconds: float,
+    verify: np.ndarray,
+) -> dict[str, Any]:  # fmt: skip
+    def predict(num_draft_tokens: int, tokens_per_round: float) -> float:
+        return predicted_speed_up(
+            target, draft, GPUS["h100"].hardware, num_draft_tokens=num_draft_tokens,
+            tokens_per_round=tokens_per_round, context=256,
+            target_formats=Formats(weight_bits=4, group_size=32, zero_bits=16),
+            draft_formats=Formats(weight_bits=4, group_size=64, zero_bits=0, head_bits=4),
+        )  # fmt: skip
+
+    return {
+        "shape": name,
+        "num_params": number,
+        "draft_seconds": draft_seconds,
+        "pays_from": least_acceptance(draft_seconds, verify),
+        "here": [best_speed_up(a, draft_seconds, verify) for a in _ACCEPTANCES],
+        "h100": [predicted(a, predict) for a in _ACCEPTANCES],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Does the draft make a request faster, by category? Measured here, predicted for a GPU.
+
+    python -m helios_jax.distill.speed --draft DIR --prompts FILE --per-category 2 --json out.json
+
+Greedy decoding of one row by the engine: plain in its fastest form, with prompt lookup, and with
+the draft at several numbers of draft tokens. Tokens per second from the first token to the last; a
+warm-up before each. The prediction is the byte model's (`helios_jax.profiler`): the time to move
+what a round moves, with the measured tokens per round, over that of plain decoding. It leaves out
+what a GPU needs to launch kernels, which for small models is most of it.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from helios_jax.config import ModelConfig
+from helios_jax.distill.acceptance import Prompt, read_prompts
+from helios_jax.profiler import GPUS, Formats, Hardware, step_seconds
+from helios_jax.sampling import SamplingParams
+
+
+def decode_speed(llm: Any, prompts: Sequence[Prompt], max_tokens: int) -> dict[str, list[float]]:
+    """Tokens per second of every prompt, by category."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    llm.generate([prompts[0].tokens], params)
+    found: dict[str, list[float]] = {}
+    for prompt in prompts:
+        [output] = llm.generate([prompt.tokens], params)
+        seconds = output.timings.total_seconds - output.timings.ttft_seconds
+        number = output.usage.completion_tokens - 1
+        found.setdefault(prompt.category, []).append(number / seconds)
+    return found
+
+
+def predicted_speed_up(
+    target: ModelConfig,
+    draft: ModelConfig,
+    hardware: Hardware,
+    *,
+    num_draft_tokens: int,
+    tokens_per_round: float,
+    context: int,
+    target_formats: Formats,
+    draft_formats: Formats,
+) -> float:
+    """Of batch 1, by bytes and arithmetic alone: see the module.
+
+    Args:
+      tokens_per_round: measured, 1 + accepted / verifications.
+      context: cached tokens.
+    """
+
+    def seconds(config: ModelConfig, formats: Formats, num_tokens: int) -> float:
+        return float(
+            step_seconds(
+                config, formats, hardware, num_tokens=num_tokens, num_sampled=num_tokens,
+                kv_tokens=context, attended_tokens=context * num_tokens,
+            )
+        )  # fmt: skip
+
+    plain = seconds(target, target_formats, 1)
+    verify = seconds(target, target_formats, num_draft_tokens + 1)
+    drafting = num_draft_tokens * seconds(draft, draft_formats, 1)
+    return tokens_per_round * plain / (verify + drafting)
+
+
+def main() -> None:
+    from checkpoints_conv import open_checkpoint
+    from helios_jax import hub, load
+    from helios_jax.calibrate.evaluation import table
+    from helios_jax.calibrate.record import circumstances
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--per-category", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-prompt", type=int, default=1024)
+    parser.add_argument("--num-draft-tokens", type=int, action="append")
+    parser.add_argument("--lookup-tokens", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    gammas = given.num_draft_tokens or [2, 4]
+    ways: dict[str, tuple[str, dict | None]] = {
+        "plain, int8": ("auto", None),
+        "plain, bfloat16": ("bfloat16", None),
+        "prompt lookup": (
+            "auto", {"method": "ngram", "num_speculative_tokens": given.lookup_tokens}
+        ),
+    }  # fmt: skip
+    for gamma in gammas:
+        config = {"model": given.draft, "num_speculative_tokens": gamma, "controller": "fixed"}
+        ways[f"draft, {gamma} tokens"] = ("auto", config)
+    target = open_checkpoint(hub.resolve(given.target)).config
+    draft = open_checkpoint(hub.resolve(given.draft)).config
+    results: dict[str, dict[str, list[float]]] = {}
+    tokens_per_round: dict[str, float] = {}
+    for name, (dtype, config) in ways.items():
+        llm = load(
+            given.target, dtype=dtype, max_num_seqs=1, seed=0, speculative_config=config,
+            max_model_len=min(2048, target.max_model_len), enable_prefix_caching=False,
+        )  # fmt: skip
+        prompts = read_prompts(given.prompts, llm.tokenizer, given.per_category, given.max_prompt)
+        results[name] = decode_speed(llm, prompts, given.max_tokens)
+        report = llm.engine.acceptance()
+        if report is not None and report.acceptance_length is not None:
+            tokens_per_round[name] = report.acceptance_length
+        del llm
+        print(
+            name, {c: round(float(np.median(v)), 1) for c, v in results[name].items()}, flush=True
+        )
+    # The embedded target as it is stored, and a draft of 8 bits.
+    formats = (
+        Formats(weight_bits=4, group_size=32, zero_bits=16),
+        Formats(weight_bits=8, group_size=64, zero_bits=0, head_bits=8),
+    )
+    predictions = {
+        f"{name}, {device}": predicted_speed_up(
+            target, draft, GPUS[device.lower()].hardware, num_draft_tokens=gamma,
+            tokens_per_round=tokens_per_round[f"draft, {gamma} tokens"], context=256,
+            target_formats=formats[0], draft_formats=formats[1],
+        )
+        for gamma in gammas
+        if (name := f"draft, {gamma} tokens") in tokens_per_round
+        for device in ("H100", "H200")
+    }  # fmt: skip
+    categories = list(next(iter(results.values())))
+    lines = [
+        [name, *(f"{np.median(found[category]):.1f}" for category in categories),
+         f"{np.median([x for values in found.values() for x in values]):.1f}",
+         f"{tokens_per_round[name]:.2f}" if name in tokens_per_round else "-"]
+        for name, found in results.items()
+    ]  # fmt: skip
+    text = table(["tokens/s, one row", *categories, "all", "tokens per round"], lines)
+    text += "\n\n" + table(
+        ["Predicted by the byte model, not measured", "speed-up"],
+        [[name, f"{value:.2f}"] for name, value in predictions.items()],
+    )
+    print(text)
+    if given.json is not None:
+        content = {
+            "circumstances": circumstances(), "tokens_per_second": results,
+            "tokens_per_round": tokens_per_round, "predicted_speed_up": predictions,
+            "formats": [dataclasses.asdict(form) for form in formats],
+        }  # fmt: skip
+        given.json.write_text(json.dumps(content, indent=1) + "\n")
+        given.json.with_suffix(".md").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Do prompts of the target's own make a file that distillation reads, and are curves drawn?"""
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from helios_jax.calibrate.data import read_units
+from helios_jax.distill.curves import draw_curves, read_metrics, write_tensorboard
+from helios_jax.distill.prompts import OPENERS, describe, self_written, with_passages
+from helios_jax.distill.shapes import best_speed_up, least_acceptance
+from helios_jax.distill.speed import predicted_speed_up
+from helios_jax.profiler import GPUS, Formats
+from tests import tiny
+
+
+def test_passages_are_drawn_by_seed(tmp_path):
+    messages = with_passages(20, seed=1)
+    assert messages == with_passages(20, seed=1) != with_passages(20, seed=2)
+    assert len(set(messages)) == 20 and all(len(m.split()) < 400 for m in messages)
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"messages": [{"role": "user", "content": m}]}) for m in messages]
+    path.write_text("\n".join(lines))
+    assert len(read_units(path, tiny.tokenizer(), 64)) == 20
+
+
+class Writer:
+    """In a target's place: ends a message in the way that `endings` says next, in turn."""
+
+    def __init__(self, *endings: tuple[str, str]):
+        self.tokenizer, self.endings, self.asked = tiny.tokenizer(), endings, []
+
+    def generate(self, prompts, params):
+        outputs = []
+        for prompt, one in zip(prompts, params, strict=True):
+            text, reason = self.endings[len(self.asked) % len(self.endings)]
+            self.asked.append((self.tokenizer.decode(prompt), one))
+            outputs.append(
+                SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=reason)])
+            )
+        return outputs
+
+
+def test_messages_that_the_target_ended_are_kept_with_their_opening_words():
+    llm = Writer((" and all that follows ", "stop"), (" on and on", "length"), (" no", "stop"))
+    messages = self_written(cast(Any, llm), 30, seed=3)
+    openers = [OPENERS[i % len(OPENERS)] for i in range(128)]
+    assert messages == [f"{start} and all that follows" for start in openers[:90:3]]
+    # The template ends where the user's words would go on.
+    assert [text for text, _ in llm.asked] == [f"<|user|>{start}" for start in openers]
+    params = [one for _, one in llm.asked]
+    assert {one.temperature for one in params} == {1} and len({one.seed for one in params}) == 128
+
+
+def test_a_target_that_ends_no_message_is_told():
+    with pytest.raises(ValueError, match="ended 0 of 64 messages within 96 tokens"):
+        self_written(cast(Any, Writer((" on and on", "length"))), 5, seed=0)
+
+
+def test_the_sources_are_named():
+    found = describe()
+    assert found["passages"]["licence"] == "PSF-2.0" and found["passages"]["sha256"]
+    assert found["self_written"]["openers_sha256"] == describe()["self_written"]["openers_sha256"]
+
+
+def metrics(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"step": 1, "loss": 2.0, "total_variation": 0.5},
+        {"step": 1, "held_out_total_variation": 0.4},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_metrics_are_drawn_where_matplotlib_is(tmp_path, monkeypatch):
+    path = metrics(tmp_path)
+    assert [line["step"] for line in read_metrics(path)] == [1, 1]
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match="plot: needs matplotlib"):
+        draw_curves(path, tmp_path / "curves.png")
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match="tensorboard: needs tensorboardX"):
+        write_tensorboard(path, tmp_path)
+    with pytest.raises(ValueError, match="holds no metrics"):
+        read_metrics(tmp_path / "none.jsonl")
+
+
+def test_curves_are_an_image(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw_curves(metrics(tmp_path), tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_prediction_is_that_of_the_bytes():
+    """The time is that of reading weights; a pass over five tokens costs what one costs."""
+    target = tiny.config(
+        hidden_size=4096, intermediate_size=4096, num_layers=8, num_heads=32, num_kv_heads=1,
+        head_dim=128, vocab_size=512,
+    )  # fmt: skip
+    draft = tiny.config(
+        hidden_size=4096, intermediate_size=4096, num_layers=1, num_heads=32, num_kv_heads=1,
+        head_dim=128, vocab_size=512,
+    )  # fmt: skip
+    formats = Formats(weight_bits=16, head_bits=16)
+
+    def predict(hardware, tokens_per_round, num_draft_tokens=4):
+        return predicted_speed_up(
+            target, draft, hardware, num_draft_tokens=num_draft_tokens,
+            tokens_per_round=tokens_per_round, context=0, target_formats=formats,
+            draft_formats=formats,
+        )  # fmt: skip
+
+    linears = 8 * (2 * 4096 * 4096 + 2 * 4096 * 128 + 3 * 4096 * 4096)
+    head = 512 * 4096
+    expected = (linears + head) / (linears + head + 4 * (linears / 8 + head))
+    h100, h200 = GPUS["h100"].hardware, GPUS["h200"].hardware
+    assert predict(h100, 1) == pytest.approx(expected, rel=1e-3)
+    assert predict(h100, 3) == pytest.approx(3 * expected, rel=1e-3)
+    assert predict(h200, 3) == pytest.approx(predict(h100, 3), rel=1e-3)
+    assert predict(h100, 1, 0) == pytest.approx(1)
+
+
+def test_the_best_number_of_draft_tokens_is_that_of_the_formula():
+    flat = np.ones(5)
+    # Passes cost the same, drafting a tenth: 1 + a + a^2 + ... over 1 + g / 10.
+    speed_up, number = best_speed_up(0.5, 0.1, flat)
+    options = [sum(0.5**i for i in range(g + 1)) / (1 + 0.1 * g) for g in range(5)]
+    assert speed_up == pytest.approx(max(options)) and options[number] == max(options)
+    # A second token costs as much again: never.
+    assert best_speed_up(0.9, 0.1, np.arange(1.0, 6)) == (1, 0)
+    assert least_acceptance(0.1, np.arange(1.0, 6)) == 1
+    assert least_acceptance(0.1, flat) == pytest.approx(0.1, abs=0.011)
