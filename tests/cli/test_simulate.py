@@ -72,6 +72,7 @@ def test_a_trace_must_exist_and_have_a_known_form(helios, folder):
     assert code == 1 and "other.csv" in err
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_all_combinations_and_finds_the_load_that_is_met(helios, folder):
     code, out, err = helios(
         "simulate", "trace.jsonl", "--model", "model", "--gpu", "l4", "--policy", "fcfs",

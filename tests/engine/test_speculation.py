@@ -106,7 +106,9 @@ def serve(engine: Engine, requests) -> list[list[int]]:
     return [found[number, 0] for number in numbers]
 
 
-@pytest.mark.parametrize("who", ["lookup", "target", "random"])
+@pytest.mark.parametrize(
+    "who", ["target", "random", pytest.param("lookup", marks=pytest.mark.slow)]
+)
 def test_rows_of_every_kind_get_what_they_would_get_alone(who):
     """Chunks, prefix hits, preemption, penalties; sampled rows and some that want no drafts."""
     form, _, _ = model()
