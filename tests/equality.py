@@ -16,12 +16,12 @@ class EqualityRule:
 
     Args:
       model, params: float32, to judge near-ties with.
-      near_tie, tokens_per_exception: for other forms, whose roundings are larger.
+      near_tie, max_exceptions: for other forms, whose roundings are larger; None for the rule's.
     """
 
-    def __init__(self, model, params, near_tie=NEAR_TIE, tokens_per_exception=TOKENS_PER_EXCEPTION):
+    def __init__(self, model, params, near_tie=NEAR_TIE, max_exceptions: int | None = None):
         self.model, self.params = model, params
-        self.near_tie, self.tokens_per_exception = near_tie, tokens_per_exception
+        self.near_tie, self.max_exceptions = near_tie, max_exceptions
         self.num_tokens = 0
         self.exceptions: list[str] = []
 
@@ -45,5 +45,7 @@ class EqualityRule:
 
     def check(self) -> None:
         print(f"near-ties: {len(self.exceptions)} in {self.num_tokens} tokens: {self.exceptions}")
-        allowed = max(1, self.num_tokens // self.tokens_per_exception)
+        allowed = self.max_exceptions
+        if allowed is None:
+            allowed = max(1, self.num_tokens // TOKENS_PER_EXCEPTION)
         assert len(self.exceptions) <= allowed, self.exceptions

@@ -35,7 +35,8 @@ POOL, PROGRAMS = "tests/cache/test_blocks.py", "tests/scheduler/test_programs.py
 STAGES, STEP = "helios_jax/engine/programs.py", "helios_jax/engine/step.py"
 CHUNK = "helios_jax/engine/chunk.py"
 DRAW, VERDICT = "helios_jax/sampling/draw.py", "helios_jax/speculative/acceptance.py"
-ENGINE, DRAWS = "tests/engine/test_engine.py", "tests/sampling/test_sampling_draw.py"
+ENGINE, COMPILED = "tests/engine/test_engine.py", "tests/engine/test_programs.py"
+DRAWS = "tests/sampling/test_sampling_draw.py"
 ATTENTION = "tests/kernels/test_paged_attention.py"
 
 MUTATIONS = [
@@ -164,28 +165,28 @@ MUTATIONS = [
     ),
     Mutation(
         "the KV pools are never copied: they are donated",
-        STAGES, 'donate_argnames="state", ', "", f"{ENGINE}::test_no_stage_copies_the_pools",
+        STAGES, 'donate_argnames="state", ', "", f"{COMPILED}::test_no_stage_copies_the_pools",
     ),
     Mutation(
         "the KV pools are never copied: no branch holds them",
         CHUNK, "lax.fori_loop(0, -(-num_tokens // T), run_tile, (work.pools, hidden_CD))",
         "lax.cond(\n        num_tokens > 0, lambda x: run_tile(0, x), lambda x: x, "
         "(work.pools, hidden_CD)\n    )",
-        f"{ENGINE}::test_no_stage_copies_the_pools",
+        f"{COMPILED}::test_no_stage_copies_the_pools",
     ),
     Mutation(
         "nothing recompiles once warm",
         STAGES, "if (name, key) not in self._futures:",
         "if (name, key) not in self._futures or name == 'end' and not jax.clear_caches():\n"
         "            forget()",
-        f"{ENGINE}::test_nothing_compiles_once_warm",
+        f"{COMPILED}::test_nothing_compiles_once_warm",
     ),
     Mutation(
         "no stage waits for the host",
         STEP, "    scheduler = state.scheduler\n    failed_R",
         "    jax.debug.print('{}', state.telemetry.num_steps)\n"
         "    scheduler = state.scheduler\n    failed_R",
-        f"{ENGINE}::test_no_stage_copies_the_pools",
+        f"{COMPILED}::test_no_stage_copies_the_pools",
     ),
     Mutation(
         "equality with the pure generate",

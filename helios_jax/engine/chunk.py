@@ -94,7 +94,7 @@ def run_chunk(
         pools, hidden_CD = carry
         tile = _tile(tokens, i * T, T)
         hidden_TD, pools = _hidden(
-            served, state.scales, dataclasses.replace(work, pools=pools), tile, T, shape=(1, T)
+            served, state.scales, dataclasses.replace(work, pools=pools), tile
         )
         return pools, lax.dynamic_update_slice(hidden_CD, hidden_TD, (i * T, 0))
 
@@ -175,9 +175,7 @@ def _tile(tokens: _Tokens, first: Array, size: int) -> _Tokens:
     )
 
 
-def _hidden(
-    served: Served, scales, work: Work, tokens: _Tokens, max_query_len: int, shape
-) -> tuple[Array, KVPools]:
+def _hidden(served: Served, scales, work: Work, tokens: _Tokens) -> tuple[Array, KVPools]:
     """Runs the model on `tokens`: hidden states [T, D], and the pools with their KV entries."""
     model, config = served.model, served.config
     row_T = jnp.maximum(tokens.rows_B, 0)[tokens.index_T]
@@ -187,14 +185,14 @@ def _hidden(
         pools=work.pools,
         rows=tuple(_row_blocks(served, work.scheduler, scales, tokens)),
         num_blocks=config.num_blocks,
-        max_query_len=max_query_len,
+        max_query_len=len(tokens.index_T),
         backend=config.backend,
     )
     with preferring(config.backend):
         hidden, cache = model.apply(
-            served.params, ids_T.reshape(shape), positions_T.reshape(shape), cache, method="hidden"
+            served.params, ids_T[None], positions_T[None], cache, method="hidden"
         )
-    return hidden.reshape(-1, hidden.shape[-1]), cache.pools
+    return hidden[0], cache.pools
 
 
 def _row_blocks(

@@ -4,28 +4,24 @@ It turns requests into arrivals, starts step n + 1 before it reads step n, detok
 calls off. It decides nothing about memory or order: that is the step's (`engine.step`).
 """
 
-import dataclasses
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from helios_jax.cache.paged import KVScales
-from helios_jax.config import ModelConfig
-from helios_jax.engine.arrivals import MAX_ABORTS, make_arrivals
-from helios_jax.engine.config import EngineConfig, pool_block_bytes, resolve_config
+from helios_jax.config import ModelConfig, require
+from helios_jax.engine.config import EngineConfig, resolve_config
+from helios_jax.engine.device import DeviceSteps
 from helios_jax.engine.metrics import Metrics
-from helios_jax.engine.programs import Programs
 from helios_jax.engine.recording import Recorder, StepInputs
 from helios_jax.engine.requests import (
     DeadlineExceeded,
@@ -43,25 +39,20 @@ from helios_jax.engine.requests import (
 from helios_jax.engine.row_progress import RowProgress, logprobs_at
 from helios_jax.engine.saving import recording_header, restore_engine, save_engine
 from helios_jax.engine.state import (
-    EngineState,
     RowOutputs,
     StepOutputs,
-    init_state,
-    widen_sampling,
 )
-from helios_jax.engine.step import plan_sizes, plan_step
 from helios_jax.engine.variants import LiveRow, StepVariants, choose_variants
 from helios_jax.generation import FINISH_REASONS, RUNNING
-from helios_jax.outputs import StreamOutput
+from helios_jax.outputs import Acceptance, StreamOutput
 from helios_jax.sampling import (
     MAX_LOGPROBS,
     Logprobs,
     SamplingParams,
-    SamplingShapes,
     sampling_shapes,
     stack_sampling,
 )
-from helios_jax.scheduler import ACCEPTED, Urgency, rebase
+from helios_jax.scheduler import ACCEPTED, Urgency
 from helios_jax.scheduler.urgency import deadline
 from helios_jax.speculative import (
     AcceptanceReport,
@@ -74,19 +65,10 @@ from helios_jax.tokenizer import Tokenizer
 
 _logger = logging.getLogger("helios_jax.engine")
 
-# Room for a few stop ids in every program, so that one more of them compiles nothing.
-_COMMON_SHAPES = SamplingShapes(num_stop_ids=4)
-# Arrivals of one admission where it is more than one; more take several.
-_ARRIVALS = 8
 # Rounds of a step while somebody streams.
 STREAMED_ROUNDS = 4
 # The device's clock starts anew after so long: float32 resolves milliseconds up to 1e4 s.
 REBASE_SECONDS = 4096.0
-
-
-@partial(jax.jit, donate_argnames="state")
-def _rebase(state: EngineState, seconds: jax.Array) -> EngineState:
-    return dataclasses.replace(state, scheduler=rebase(state.scheduler, seconds))
 
 
 class _InFlight(NamedTuple):
@@ -107,6 +89,10 @@ class _Live:
     @property
     def progress(self) -> RowProgress:
         return self.request.rows[self.index]
+
+
+# What is to be told, and to whom.
+_News = list[tuple[EngineRequest, RequestUpdate]]
 
 
 class EngineCore:
@@ -161,8 +147,6 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.model_config = model_config
         self._urgency = urgency
-        # Copies: the state, and so what is in it, is donated to every step.
-        self._scales = jax.tree.map(np.array, kv_scales)
         self._rng = np.random.default_rng(seed)
         if speculation is not None and speculation.max_num_draft_tokens == 0:
             speculation = None
@@ -171,12 +155,16 @@ class EngineCore:
         self.scheduler_config, self.step_config = resolve_config(
             self.config, form.model.config, cache_dtype=form.cache_dtype, speculation=speculation
         )
-        # Of the stages that run no kernel, which engines of any backend share.
-        self._bare_config = dataclasses.replace(self.step_config, backend=None)
         self.speculation_params = self._with_costs(speculation_params or SpeculationParams())
         self.max_model_len = self.scheduler_config.max_model_len
-        self._shapes = _COMMON_SHAPES | sampling_shapes(
-            [SamplingParams()], eos_token_ids=model_config.eos_token_ids
+        self._device = DeviceSteps(
+            form,
+            model_config=model_config,
+            scheduler_config=self.scheduler_config,
+            step_config=self.step_config,
+            urgency=urgency,
+            kv_scales=kv_scales,
+            speculation_params=self.speculation_params,
         )
         # `_inbox` guards what `submit` and `abort` touch, `_stepping` all the rest.
         self._inbox = threading.Condition()
@@ -190,7 +178,7 @@ class EngineCore:
         self._num_visitors = 0
         self._recorder: Recorder | None = None
         self.snapshot_sha256: str | None = None
-        self._start_over()
+        self._begin()
         if record is not None:
             self._recorder = Recorder(record, recording_header(self))
 
@@ -247,11 +235,11 @@ class EngineCore:
         checked = check_prompt(
             prompt, self.tokenizer, self.model_config, self.max_model_len, "prompt"
         )
-        targets = Targets(priority, deadline_seconds, ttft_target_seconds, tpot_target_seconds)
-        self._check(params)
-        return self._enqueue(
-            *checked, params, targets, on_update, is_streamed, speculate, ends_at_deadline
+        targets = Targets(
+            priority, deadline_seconds, ttft_target_seconds, tpot_target_seconds, ends_at_deadline
         )
+        self._check(params)
+        return self._enqueue(*checked, params, targets, on_update, is_streamed, speculate)
 
     def _check(self, params: SamplingParams) -> None:
         """ValueError where parameters do not fit the vocabulary or the table."""
@@ -281,7 +269,6 @@ class EngineCore:
         on_update: Callable[[RequestUpdate], Any] | None,
         is_streamed: bool,
         speculates: bool,
-        ends_at_deadline: bool = False,
     ) -> int:
         """Puts a checked request in line; EngineFull if the table has no room."""
         needed = sampling_shapes([params.output(0)], eos_token_ids=self.model_config.eos_token_ids)
@@ -297,6 +284,9 @@ class EngineCore:
                 ids, params, self.tokenizer, self.model_config.eos_token_ids,
                 self.max_model_len, self._rng,
             )  # fmt: skip
+            if self.step_config.speculation is not None:
+                for row in rows:
+                    row.acceptance = Acceptance(0, 0, 0)
             request_id = self._next_id
             row_ids = [self._next_id + index for index in range(params.n)]
             self._next_id += params.n
@@ -312,7 +302,6 @@ class EngineCore:
                 on_update=on_update,
                 is_streamed=is_streamed,
                 speculates=speculates,
-                ends_at_deadline=ends_at_deadline,
             )
             self._wanted_shapes |= needed
             self._requests[request_id] = request
@@ -356,7 +345,7 @@ class EngineCore:
     @property
     def num_programs(self) -> int:
         """Programs asked for so far; constant once the engine is warm."""
-        return self._programs.num_programs
+        return self._device.programs.num_programs
 
     # Steps
 
@@ -374,38 +363,37 @@ class EngineCore:
 
     def _turn(self, launches: bool) -> list[RequestUpdate]:
         """Starts a step, or none, and reads those before it."""
+        news: _News = []
         with self._stepping:
-            expired = self._expire() if launches else []
-            news = list(expired)
             try:
+                if launches:
+                    self._expire(news)
                 started = launches and self._launch()
                 while len(self._in_flight) > (1 if started else 0):
-                    news += self._read(self._in_flight.popleft())
+                    self._read(self._in_flight.popleft(), news)
             except Exception as cause:
-                for request, update in expired:
-                    self._deliver(request, update)
+                # Those who have ended are forgotten already: they are told now or never.
+                self._deliver_all(news)
                 raise self._fail(cause) from cause
             if self._recorder is not None and not self._in_flight:
                 self._recorder.flush()
-            for request, update in news:
-                self._deliver(request, update)
+            self._deliver_all(news)
             return [update for _, update in news]
 
-    def _expire(self) -> list[tuple[EngineRequest, RequestUpdate]]:
+    def _expire(self, news: _News) -> None:
         """Calls off the requests whose deadline has passed, where they asked for that."""
         now = time.monotonic()
         with self._inbox:
             expired = [request for request in self._requests.values() if request.is_expired(now)]
-        news = []
+            for request in expired:
+                self.abort(request.request_id)
         for request in expired:
-            self.abort(request.request_id)
             error = DeadlineExceeded(
                 f"deadline_seconds={request.targets.deadline_seconds}: passed before the request "
                 "was done"
             )
             stream = StreamOutput("", [], "abort")
             news.append((request, RequestUpdate(request.request_id, 0, stream, error)))
-        return news
 
     def _launch(self) -> bool:
         """Admits what is in the inbox and starts a step; False if no row is in the table."""
@@ -416,34 +404,24 @@ class EngineCore:
         with self._inbox:
             arrived, self._arrived = list(self._arrived), deque()
             called_off, self._called_off = self._called_off, []
-            shapes = self._wanted_shapes if self._wanted_shapes != self._shapes else None
+            wanted = self._wanted_shapes
+        shapes = wanted if wanted != self._device.shapes else None
+        for row_id in called_off:
+            self._live.pop(row_id, None)
+        for request in arrived:
+            for index in range(len(request.rows)):
+                self._put_in_table(request, index)
         inputs = StepInputs(now, rebase_seconds, shapes, arrived, called_off)
-        self._prepare(inputs)
         if self._live:
             variants, rounds = self._choose()
             inputs = inputs._replace(variants=variants, max_rounds=rounds)
-        outputs = self._compute(inputs)
+        outputs = self._device.compute(inputs, self._origin)
         if self._recorder is not None:
             self._recorder.step(inputs, self._origin)
         if outputs is not None:
             chunk = inputs.variants and inputs.variants.chunk
             self._in_flight.append(_InFlight(outputs, chunk.chunk_tokens if chunk else 0))
         return inputs.variants is not None
-
-    def _prepare(self, inputs: StepInputs) -> None:
-        """What comes before the schedule: the clock, room for sampling parameters, admission."""
-        if inputs.rebase_seconds is not None:
-            self._state = _rebase(self._state, jnp.float32(inputs.rebase_seconds))
-        if inputs.shapes is not None:
-            self._widen(inputs.shapes)
-        self._admit(inputs.arrived, inputs.called_off)
-
-    def _widen(self, shapes: SamplingShapes) -> None:
-        sampling = widen_sampling(self.model_config, self._state.sampling, shapes)
-        self._state = _with_sampling(self._state, sampling)
-        self._shapes = shapes
-        with self._inbox:
-            self._wanted_shapes |= shapes
 
     def _choose(self) -> tuple[StepVariants, int]:
         """The variants of the next step, and its most rounds."""
@@ -463,88 +441,6 @@ class EngineCore:
             live.row.is_new = False
         return variants, rounds
 
-    def _compute(self, inputs: StepInputs) -> StepOutputs | None:
-        """Starts the step, or what ends requests that were called off; None for neither."""
-        if inputs.variants is not None:
-            return self._start(inputs.variants, inputs.now, inputs.max_rounds)
-        return self._end(None, None, None) if inputs.called_off else None
-
-    def _start(self, variants: StepVariants, now: float, max_rounds: int) -> StepOutputs:
-        """`engine_step`, a program after the other, none of which is waited for."""
-        params, config, shapes = self.form.params, self.step_config, self._shapes
-        programs = self._programs
-        # numpy's: jax's own scalars are made by programs of their own, 0.1 ms each.
-        clock = np.float32(now)
-        model = dict(model=self.form.model, config=config)
-        policy = dict(config=self._bare_config, urgency=self._urgency)
-        chunk_tokens, num_rows = plan_sizes(
-            variants.chunk, variants.rounds if variants.decodes else None
-        )
-        sizes = (clock, np.int32(chunk_tokens), np.int32(num_rows))
-        # Neither looks at sampling parameters, whose shapes change with the requests.
-        sampling = self._state.sampling
-        bare = _with_sampling(self._state, None)
-        programs.request("plan", None, (bare, *sizes), **policy)
-        programs.request("end", None, (bare,), config=self._bare_config)
-        rest = (self._plan_shape, clock)
-        if variants.chunk is not None:
-            key = (shapes, variants.chunk)
-            programs.request(
-                "chunk", key, (params, self._state, *rest), variant=variants.chunk, **model
-            )
-        # Where none are decoded yet they will be next.
-        key = (shapes, variants.rounds)
-        programs.request(
-            "rounds", key, (params, self._state, *rest, np.int32(0), self.speculation_params),
-            variant=variants.rounds, **model,
-        )  # fmt: skip
-
-        state, plan = programs.run("plan", None, (bare, *sizes), **policy)
-        state = _with_sampling(state, sampling)
-        chunk = prompt_logprobs = rounds = None
-        if variants.chunk is not None:
-            state, chunk, prompt_logprobs = programs.run(
-                "chunk", (shapes, variants.chunk), (params, state, plan, clock),
-                variant=variants.chunk, **model,
-            )  # fmt: skip
-        if variants.decodes:
-            state, rounds = programs.run(
-                "rounds", (shapes, variants.rounds),
-                (params, state, plan, clock, np.int32(max_rounds), self.speculation_params),
-                variant=variants.rounds, **model,
-            )  # fmt: skip
-        self._state = state
-        return self._end(chunk, rounds, prompt_logprobs)
-
-    def _end(self, chunk, rounds, prompt_logprobs) -> StepOutputs:
-        sampling, state = self._state.sampling, _with_sampling(self._state, None)
-        state, summary = self._programs.run("end", None, (state,), config=self._bare_config)
-        self._state = _with_sampling(state, sampling)
-        no_answers: Any = np.zeros(0, np.int32)
-        return StepOutputs(no_answers, chunk, rounds, prompt_logprobs, summary)
-
-    def _admit(self, arrived: Sequence[EngineRequest], called_off: Sequence[int]) -> None:
-        rows = [(request, index) for request in arrived for index in range(len(request.rows))]
-        for row_id in called_off:
-            self._live.pop(row_id, None)
-        called_off = list(called_off)
-        while rows or called_off:
-            aborted, called_off = called_off[:MAX_ABORTS], called_off[MAX_ABORTS:]
-            # Arrivals may need the rows of those called off.
-            number = 1 if called_off or len(rows) <= 1 else _ARRIVALS
-            taken, rows = ([], rows) if called_off else (rows[:number], rows[number:])
-            arrivals = make_arrivals(
-                self._state, taken, aborted, number,
-                shapes=self._shapes, model_config=self.model_config, origin=self._origin,
-            )  # fmt: skip
-            self._state, answer_N = self._programs.run(
-                "admit", (self._shapes, arrivals.tokens_NS.shape), (self._state, arrivals),
-                config=self._bare_config,
-            )  # fmt: skip
-            self._answers.append((answer_N, len(taken)))
-            for request, index in taken:
-                self._put_in_table(request, index)
-
     def _put_in_table(self, request: EngineRequest, index: int) -> None:
         params = request.rows[index].row.params
         assert params.max_tokens is not None, "limited when it was submitted"
@@ -556,25 +452,22 @@ class EngineCore:
 
     # Tokens out
 
-    def _read(self, step: _InFlight) -> list[tuple[EngineRequest, RequestUpdate]]:
+    def _read(self, step: _InFlight, news: _News) -> None:
         outputs: StepOutputs = jax.device_get(step.outputs)
         now = time.perf_counter()
-        while self._answers:
-            answer_N, number = self._answers.popleft()
+        while self._device.answers:
+            answer_N, number = self._device.answers.popleft()
             answers = np.asarray(answer_N)[:number]
             assert (answers == ACCEPTED).all(), f"the device refused a checked request: {answers}"
         self._num_pending_tokens = int(outputs.summary.num_pending_tokens)
         self._metrics.add(outputs.summary)
         if outputs.prompt_logprobs is not None:
             self._read_prompt_logprobs(outputs.prompt_logprobs)
-        news = []
         for rows in (outputs.chunk, outputs.rounds):
             if rows is not None:
-                news += self._read_rows(rows, now)
-        return news
+                self._read_rows(rows, now, news)
 
-    def _read_rows(self, rows: RowOutputs, now: float) -> list[tuple[EngineRequest, RequestUpdate]]:
-        news = []
+    def _read_rows(self, rows: RowOutputs, now: float, news: _News) -> None:
         for i, row_id in enumerate(rows.request_id_B):
             live = self._live.get(int(row_id))
             # A request that was called off since is in `_live` until the next step.
@@ -613,7 +506,6 @@ class EngineCore:
                     self._recorder.ended(int(row_id), len(progress.token_ids))
             if progress.new_token_ids or progress.finish_reason is not None:
                 news.append((live.request, self._update(live)))
-        return news
 
     def _update(self, live: _Live) -> RequestUpdate:
         request, progress = live.request, live.progress
@@ -642,6 +534,10 @@ class EngineCore:
                 self.tokenizer, logprobs, 0, int(c), token, wanted
             )
 
+    def _deliver_all(self, news: _News) -> None:
+        for request, update in news:
+            self._deliver(request, update)
+
     def _deliver(self, request: EngineRequest, update: RequestUpdate) -> None:
         """Tells whoever waits; one who cannot be told (a closed event loop) loses the request."""
         if request.on_update is None:
@@ -658,48 +554,22 @@ class EngineCore:
         if self._requests.pop(request.request_id, None) is not None:
             self._num_rows -= len(request.rows)
 
-    # Faults
+    # Beginning, and faults
 
-    def _start_over(self) -> None:
-        """An empty device state, and nothing in flight."""
-        self._programs = Programs()
-        self._wanted_shapes = self._shapes
-        self._state = self._empty_state()
-        # What `plan_step` gives, for programs that are compiled before it has run.
-        zero = jnp.int32(0)
-        _, self._plan_shape = jax.eval_shape(
-            partial(plan_step, config=self.step_config, urgency=self._urgency),
-            self._state, jnp.float32(0), zero, zero,
-        )  # fmt: skip
+    def _begin(self) -> None:
+        """Nothing in flight, of an empty device."""
+        self._wanted_shapes = self._device.shapes
         self._origin = time.monotonic()
         self._in_flight: deque[_InFlight] = deque()
-        self._answers: deque[tuple[Any, int]] = deque()
         self._live: dict[int, _Live] = {}
         self._num_pending_tokens = 0
         self._metrics.start_over()
 
-    @property
-    def pool_bytes(self) -> int:
-        """Size of the KV pool, a proposer's included."""
-        config = self.step_config
-        return config.num_blocks * pool_block_bytes(self.form.model.config, config.speculation)
-
-    def _empty_state(self) -> EngineState:
-        try:
-            return init_state(
-                self.form.model.config, self.scheduler_config, self.step_config,
-                shapes=self._shapes, scales=jax.tree.map(jnp.array, self._scales),
-                hidden_dtype=self.form.model.dtype,
-            )  # fmt: skip
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            pool = self.pool_bytes
-            raise MemoryError(
-                f"the device has no {pool / 2**30:.1f} GiB left for the KV pool beside the "
-                "weights; lower kv_cache_memory_bytes, gpu_memory_utilization, max_model_len or "
-                f"max_num_rows, or serve fewer bytes of weights (dtype='int4'): {error}"
-            ) from error
+    def _start_over(self) -> None:
+        # All of it is the engine's own, and there may be no room for a second KV pool.
+        self._device.let_go()
+        self._device.start_over()
+        self._begin()
 
     def _fail(self, cause: Exception) -> EngineError:
         """Ends all requests with the cause; the engine is empty afterwards."""
@@ -710,18 +580,22 @@ class EngineCore:
             self._arrived.clear()
             self._called_off.clear()
             self._num_rows = 0
-        # All of it is the engine's own, and there may be no room for a second KV pool.
-        for array in jax.tree.leaves(self._state):
-            array.delete()
-        self._start_over()
-        if self._recorder is not None:
-            self._recorder.step(StepInputs(shapes=self._shapes, starts_over=True), self._origin)
         for request in requests:
             for index, row in enumerate(request.rows):
                 if row.finish_reason is None:
                     stream = StreamOutput("", [], "error")
                     self._deliver(request, RequestUpdate(request.request_id, index, stream, error))
+        # After they were told: it may fail, too.
+        self._start_over()
+        if self._recorder is not None:
+            inputs = StepInputs(shapes=self._device.shapes, starts_over=True)
+            self._recorder.step(inputs, self._origin)
         return error
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the KV pool, a proposer's included."""
+        return self._device.pool_bytes
 
     # Saved engines and recorded runs
 
@@ -817,6 +691,29 @@ class EngineCore:
                     on_update(RequestUpdate(request_id, index, stream))
             request.on_update = on_update
 
+    def start_recording(self, path: str | os.PathLike) -> None:
+        """Records from here on what `record` records from the first request on.
+
+        The engine starts from empty: it forgets the prefixes that it has computed (and goes on
+        counting), so that what ran before is no part of the run.
+
+        Raises:
+          ValueError: a request is in flight, it is being recorded already, or something lies at
+            `path`.
+          OSError: the file cannot be written.
+        """
+        with self._between_steps():
+            self._turn(launches=False)
+            require(
+                not self.has_work and self._recorder is None,
+                f"start_recording({os.fspath(path)!r}): {len(self._requests)} requests are in "
+                f"flight, {'a' if self._recorder else 'no'} recording goes on: wait for them, or "
+                "stop it first",
+            )
+            self._start_over()
+            self.snapshot_sha256 = None
+            self._recorder = Recorder(path, recording_header(self))
+
     def stop_recording(self) -> None:
         """Ends what `record` began, if it did, and closes the file."""
         with self._between_steps():
@@ -830,13 +727,11 @@ class EngineCore:
         self._origin = 0.0
         if inputs.starts_over:
             assert inputs.shapes is not None, "recorded with them"
-            self._shapes = inputs.shapes
+            self._device.shapes = inputs.shapes
             self._start_over()
             return None
-        self._prepare(inputs)
-        outputs = self._compute(inputs)
-        self._live.clear()
-        self._answers.clear()
+        outputs = self._device.compute(inputs, self._origin)
+        self._device.answers.clear()
         return jax.device_get(outputs)
 
     @contextmanager
@@ -874,7 +769,3 @@ class EngineCore:
         """How drafts were accepted, by position, temperature and context, as of the last step that
         was read; None without speculation, or before a step was read."""
         return self._metrics.acceptance()
-
-
-def _with_sampling(state: EngineState, sampling: Any) -> EngineState:
-    return dataclasses.replace(state, sampling=sampling)

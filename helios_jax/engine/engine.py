@@ -35,6 +35,7 @@ class Engine(EngineCore):
 
     _thread: threading.Thread | None = None
     _is_stopping = False
+    _on_failure: Callable[[BaseException], Any] | None = None
 
     def generate(
         self,
@@ -105,7 +106,8 @@ class Engine(EngineCore):
 
         Raises:
           ValueError, EngineFull: as `submit`.
-          EngineError: while iterating, a step failed.
+          EngineError, DeadlineExceeded: while iterating, a step failed, or the deadline passed that
+            the request was to end at.
         """
         _require_one(sampling.n if sampling else 1)
         updates: queue.SimpleQueue[RequestUpdate] = queue.SimpleQueue()
@@ -120,7 +122,8 @@ class Engine(EngineCore):
 
         Raises:
           ValueError: the request has ended or never was, or has several outputs.
-          EngineError: while iterating, a step failed.
+          EngineError, DeadlineExceeded: while iterating, a step failed, or the deadline passed that
+            the request was to end at.
         """
         with self._between_steps():
             request = self._requests.get(request_id)
@@ -216,12 +219,19 @@ class Engine(EngineCore):
 
     # The stepping thread
 
-    def start(self) -> None:
-        """Starts a thread that steps while there is work, unless one runs."""
+    def start(self, on_failure: Callable[[BaseException], Any] | None = None) -> None:
+        """Starts a thread that steps while there is work, unless one runs.
+
+        A step that fails ends the requests there are, and the thread goes on.
+
+        Args:
+          on_failure: called by the thread where it ends for another reason: the device has no room
+            to begin again, say. All requests until then have been told.
+        """
         with self._inbox:
             if self._thread is not None:
                 return
-            self._is_stopping = False
+            self._is_stopping, self._on_failure = False, on_failure
             self._thread = threading.Thread(target=self._run, name="helios-engine", daemon=True)
             self._thread.start()
 
@@ -247,6 +257,13 @@ class Engine(EngineCore):
             except EngineError as error:
                 # Every request was told; the next ones find an empty engine.
                 _logger.exception("%s", error)
+            except BaseException as error:
+                _logger.exception("the stepping thread ends")
+                with self._inbox:
+                    self._thread = None
+                if self._on_failure is not None:
+                    self._on_failure(error)
+                return
 
 
 def _require_one(num_outputs: int) -> None:

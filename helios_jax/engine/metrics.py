@@ -10,6 +10,7 @@ import numpy as np
 
 from helios_jax.engine.config import StepConfig
 from helios_jax.engine.state import StepSummary
+from helios_jax.outputs import Acceptance
 from helios_jax.speculative import AcceptanceReport, AcceptanceTelemetry, read_acceptance
 
 
@@ -107,19 +108,14 @@ def _acceptance_means(sums: Mapping[str, float], num_draft_tokens: int) -> dict[
       num_draft_tokens: positions, J.
     """
 
-    def ratio(part: str, whole: str) -> float:
-        return sums.get(part, 0) / sums[whole] if sums.get(whole) else 0.0
+    def so_far(place: str = "") -> Acceptance:
+        names = (f"num_draft_tokens{place}", f"num_accepted_tokens{place}", "num_verifications")
+        return Acceptance(*(int(sums.get(name, 0)) for name in names))
 
     means = {
-        f"acceptance_rate_at_{place}": ratio(
-            f"num_accepted_tokens_at_{place}", f"num_draft_tokens_at_{place}"
-        )
+        f"acceptance_rate_at_{place}": so_far(f"_at_{place}").acceptance_rate
         for place in range(num_draft_tokens)
     }
-    means["acceptance_rate"] = ratio("num_accepted_tokens", "num_draft_tokens")
-    means["acceptance_length"] = (
-        1 + ratio("num_accepted_tokens", "num_verifications")
-        if sums.get("num_verifications")
-        else 0.0
-    )
+    means["acceptance_rate"] = so_far().acceptance_rate
+    means["acceptance_length"] = so_far().acceptance_length
     return means

@@ -43,7 +43,6 @@ def request_to_json(request: EngineRequest, origin: float) -> Json:
         },
         "is_streamed": request.is_streamed,
         "speculates": request.speculates,
-        "ends_at_deadline": request.ends_at_deadline,
     }
 
 
@@ -75,7 +74,6 @@ def request_from_json(
         on_update=None,
         is_streamed=bool(fields["is_streamed"]),
         speculates=bool(fields["speculates"]),
-        ends_at_deadline=bool(fields.get("ends_at_deadline", False)),
     )
 
 

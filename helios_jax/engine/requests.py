@@ -54,6 +54,7 @@ class Targets:
     deadline_seconds: float | None = None
     ttft_target_seconds: float | None = None
     tpot_target_seconds: float | None = None
+    ends_at_deadline: bool = False
 
     def __post_init__(self):
         require(
@@ -67,6 +68,11 @@ class Targets:
                 value is None or value > 0,
                 f"{name}={value}: must be above 0, or None for no target",
             )
+        require(
+            self.deadline_seconds is not None or not self.ends_at_deadline,
+            "ends_at_deadline=True with deadline_seconds=None: there is no deadline to end at; "
+            "give one",
+        )
 
 
 @dataclass
@@ -81,7 +87,6 @@ class EngineRequest:
       on_update: called in the stepping thread.
       is_streamed: False where only the outcome is wanted.
       speculates: False where it is decoded plainly.
-      ends_at_deadline: whether it is aborted at its deadline.
     """
 
     request_id: int
@@ -95,14 +100,13 @@ class EngineRequest:
     on_update: Callable[[RequestUpdate], Any] | None
     is_streamed: bool
     speculates: bool = True
-    ends_at_deadline: bool = False
 
     def is_expired(self, now: float) -> bool:
         """Whether it should have ended, at `now` on `time.monotonic`'s clock."""
         seconds = self.targets.deadline_seconds
-        return (
-            self.ends_at_deadline and seconds is not None and now >= self.arrival_seconds + seconds
-        )
+        if seconds is None or not self.targets.ends_at_deadline:
+            return False
+        return now >= self.arrival_seconds + seconds
 
     def output(self) -> RequestOutput:
         """The outcome, once all rows have finished."""

@@ -38,7 +38,9 @@ _Core = TypeVar("_Core", bound="EngineCore")
 def describe(engine: "EngineCore") -> Json:
     """What computes, what it belongs to, and how it was set up."""
     extra = engine.speculation_params
-    settings = Settings(engine.config, engine._scales, engine._shapes, jax.tree.leaves(extra.costs))
+    settings = Settings(
+        engine.config, engine._device.scales, engine._device.shapes, jax.tree.leaves(extra.costs)
+    )
     return {
         "versions": versions(),
         "identity": identity(
@@ -59,10 +61,10 @@ def recording_header(engine: "EngineCore") -> Json:
 
 def save_engine(engine: "EngineCore", folder: str | os.PathLike) -> None:
     """Writes an engine between two steps, none of which is in flight."""
-    assert not engine._in_flight and not engine._answers, "they were read"
+    assert not engine._in_flight and not engine._device.answers, "they were read"
     with engine._inbox:
         host = _host_to_json(engine)
-    write_snapshot(folder, engine._state, describe(engine), host)
+    write_snapshot(folder, engine._device.state, describe(engine), host)
 
 
 def restore_engine(
@@ -85,8 +87,10 @@ def restore_engine(
         speculation_params=with_saved_costs(settings, extra),
     )  # fmt: skip
     check_identity(where, snapshot.identity, describe(engine)["identity"])
-    engine._widen(settings.shapes)
-    engine._state = read_state(snapshot, engine._state)
+    device = engine._device
+    device.widen(settings.shapes)
+    engine._wanted_shapes |= settings.shapes
+    device.state = read_state(snapshot, device.state)
     engine.snapshot_sha256 = snapshot.sha256
     try:
         _host_from_json(engine, snapshot.host)
@@ -126,7 +130,7 @@ def _host_from_json(engine: "EngineCore", host: Json) -> None:
     engine._rng.bit_generator.state = host["random_state"]
     engine._called_off = host["called_off"]
     engine._num_pending_tokens = host["num_pending_tokens"]
-    speculation = engine._state.speculation
+    speculation = engine._device.state.speculation
     engine._metrics.resume(host, None if speculation is None else speculation.telemetry)
     for fields in host["requests"]:
         request = request_from_json(

@@ -13,7 +13,7 @@ from jax import Array
 from helios_jax.scheduler.pace import seconds_per_token
 from helios_jax.scheduler.state import SchedulerState
 
-# Seconds between classes of urgency, more than any slack: clocks stay below it.
+# Seconds between classes of urgency; slack counts up to it.
 CLASS = 1e4
 NUM_LIMITS = 16
 # Seconds that a request without targets is taken to be patient for, per token to prefill.
@@ -39,7 +39,9 @@ def deadline(state: SchedulerState, now: Array) -> Array:
       on: better one target missed than two. They get what the others leave, or have aged.
     - Rows without any target: as if the first token were due `PATIENCE` per token after arrival, so
       that short requests pass a long one, for as long as it would not mind. (Five prompts of 64
-      tokens behind one of 8,191 waited 62 times as long as alone when all were equal.)
+      tokens behind one of 8,191 waited 62 times as long as alone when all were equal.) Where all
+      seats are taken they preempt it, too, while it prefills, `max_preemptions` times at most; with
+      prefix caching what it had computed is found again.
     """
     rate = state.limits.prefill_tokens_per_second
     is_live_R = state.is_waiting_R | state.is_running_R
@@ -47,7 +49,7 @@ def deadline(state: SchedulerState, now: Array) -> Array:
     next_due_R = state.first_token_time_R + state.tpot_target_R * state.num_output_R
     first_due_R = jnp.minimum(state.arrival_time_R + state.ttft_target_R, state.deadline_R)
     due_R = jnp.where(started_R, jnp.minimum(next_due_R, state.deadline_R), first_due_R)
-    slack_R = due_R - now - state.num_known_R / rate
+    slack_R = jnp.clip(due_R - now - state.num_known_R / rate, -CLASS, CLASS)
 
     end_R = now + state.num_pending_R / rate
     is_lost_R = end_R > jnp.where(started_R, state.deadline_R, first_due_R)

@@ -139,13 +139,14 @@ class InferenceService(InferenceServicer):
         active = _Active(self._request_id(request.request_id, call.client))
         call.fields |= {"request_id": active.request_id, "prompt_tokens": len(ids)}
         engine, key = self._loaded.engine, (call.client, active.request_id)
+        time_left = _time_left(context)
         active.number = engine.submit(
             ids,
             sampling_from_proto(request.sampling),
             on_update=active.inbox.put,
             is_streamed=is_streamed,
-            deadline_seconds=_time_left(context),
-            ends_at_deadline=True,
+            deadline_seconds=time_left,
+            ends_at_deadline=time_left is not None,
             **scheduling_from_proto(request.scheduling),
         )
         self._active[key] = active

@@ -40,7 +40,7 @@ def make_engine(pool_bytes: int, kv_cache_dtype: str) -> Engine:
         kv_cache_memory_bytes=pool_bytes,
     )  # fmt: skip
     engine = Engine(form, tiny.tokenizer(), model_config=config, config=options, seed=0)
-    assert 0.9 * pool_bytes < sum(pool.nbytes for pool in engine._state.pools) <= pool_bytes
+    assert 0.9 * pool_bytes < sum(pool.nbytes for pool in engine._device.state.pools) <= pool_bytes
     return engine
 
 
@@ -53,7 +53,7 @@ def step_seconds(engine: Engine) -> float:
     while engine.has_work:
         engine.step()
         number += 1
-    jax.block_until_ready(engine._state)
+    jax.block_until_ready(engine._device.state)
     return (time.perf_counter() - start) / number
 
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from helios_jax import generate
-from helios_jax.engine import Engine, EngineConfig
+from helios_jax.engine import Engine, EngineConfig, RequestUpdate
 from helios_jax.sampling import SamplingParams, stack_sampling
+from helios_jax.scheduler import check_invariants
 from tests import tiny
 
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 CONFIG = EngineConfig(max_model_len=192, **tiny.ENGINE)
 
 
@@ -61,7 +63,7 @@ def expected(prompt, params: SamplingParams) -> list[int]:
 
 def shrink_pool(engine: Engine, num_blocks: int) -> None:
     """Leaves an empty engine so many blocks, as a value: nothing is compiled for it."""
-    scheduler = engine._state.scheduler
+    scheduler = engine._device.state.scheduler
     pool = scheduler.pool
     pool = dataclasses.replace(
         pool,
@@ -69,6 +71,44 @@ def shrink_pool(engine: Engine, num_blocks: int) -> None:
         num_ready=jnp.int32(num_blocks),
         ready_P=jnp.roll(pool.ready_P, num_blocks - int(pool.num_blocks)),
     )
-    engine._state = dataclasses.replace(
-        engine._state, scheduler=dataclasses.replace(scheduler, pool=pool)
+    engine._device.state = dataclasses.replace(
+        engine._device.state, scheduler=dataclasses.replace(scheduler, pool=pool)
     )
+
+
+def drain(engine) -> list[RequestUpdate]:
+    updates = []
+    for _ in range(400):
+        if not engine.has_work:
+            return updates
+        updates += engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens_of(updates: list[RequestUpdate]) -> dict[tuple[int, int], list[int]]:
+    """What a client puts together from updates, per request and output."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for update in updates:
+        found.setdefault((update.request_id, update.index), []).extend(update.stream.token_ids)
+    return found
+
+
+def prompts(seed: int, count: int, longest: int = 110) -> list[list[int]]:
+    """Random prompts, of which every third begins like the one before."""
+    rng = np.random.default_rng(seed)
+    drawn: list[list[int]] = []
+    for i in range(count):
+        prompt = rng.integers(0, 256, rng.integers(1, longest)).tolist()
+        if i % 3 == 2:
+            prompt = (drawn[-1][:40] + prompt)[:longest]
+        drawn.append(prompt)
+    return drawn
+
+
+def assert_empty(engine) -> None:
+    """No request, no block in use, and tables that agree with the pool."""
+    assert not engine.has_work
+    assert engine.metrics()["num_running"] == engine.metrics()["num_waiting"] == 0
+    scheduler = engine._device.state.scheduler
+    assert int(scheduler.pool.num_blocks - scheduler.pool.num_free) == 0
+    assert bool(check_invariants(scheduler))

@@ -2,9 +2,8 @@
 
 import asyncio
 import dataclasses
+import math
 import threading
-import time
-from functools import partial
 
 import jax
 import jax.monitoring
@@ -16,59 +15,20 @@ from helios_jax.engine import (
     DeadlineExceeded,
     EngineError,
     EngineFull,
-    RequestUpdate,
-    Variant,
-    engine_step,
-    init_state,
-    programs,
 )
-from helios_jax.engine.arrivals import make_arrivals
-from helios_jax.engine.requests import EngineRequest, Targets, start_rows
 from helios_jax.sampling import SamplingParams
-from helios_jax.scheduler import ACCEPTED, check_invariants
-from helios_jax.scheduler.urgency import deadline
-from tests.engine.conftest import expected, make_engine, model, shrink_pool
+from tests.engine.conftest import (
+    GREEDY,
+    assert_empty,
+    drain,
+    expected,
+    make_engine,
+    model,
+    prompts,
+    shrink_pool,
+    tokens_of,
+)
 from tests.equality import EqualityRule
-
-GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-
-
-def drain(engine) -> list[RequestUpdate]:
-    updates = []
-    for _ in range(400):
-        if not engine.has_work:
-            return updates
-        updates += engine.step()
-    raise AssertionError("the engine does not come to an end")
-
-
-def tokens_of(updates: list[RequestUpdate]) -> dict[tuple[int, int], list[int]]:
-    """What a client puts together from updates, per request and output."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for update in updates:
-        found.setdefault((update.request_id, update.index), []).extend(update.stream.token_ids)
-    return found
-
-
-def prompts(seed: int, count: int, longest: int = 110) -> list[list[int]]:
-    """Random prompts, of which every third begins like the one before."""
-    rng = np.random.default_rng(seed)
-    drawn: list[list[int]] = []
-    for i in range(count):
-        prompt = rng.integers(0, 256, rng.integers(1, longest)).tolist()
-        if i % 3 == 2:
-            prompt = (drawn[-1][:40] + prompt)[:longest]
-        drawn.append(prompt)
-    return drawn
-
-
-def assert_empty(engine) -> None:
-    """No request, no block in use, and tables that agree with the pool."""
-    assert not engine.has_work
-    assert engine.metrics()["num_running"] == engine.metrics()["num_waiting"] == 0
-    scheduler = engine._state.scheduler
-    assert int(scheduler.pool.num_blocks - scheduler.pool.num_free) == 0
-    assert bool(check_invariants(scheduler))
 
 
 @pytest.mark.parametrize("kv_blocks", [None, 50])
@@ -120,29 +80,6 @@ def test_every_parameter_per_request_in_one_batch(engine):
     for i, (number, params) in enumerate(zip(numbers, each, strict=True)):
         assert found[number, 0] == expected([9, 8, 7, i], params), params
     assert_empty(engine)
-
-
-def test_nothing_compiles_once_warm():
-    engine = make_engine()
-    work = [(prompt, GREEDY) for prompt in prompts(5, 7, 60)]
-    counts = []
-
-    def count(event: str, duration: float, **_) -> None:
-        if event.endswith("backend_compile_duration"):
-            counts.append(event)
-
-    def serve() -> list[list[int]]:
-        outputs = engine.generate(*zip(*work, strict=True))
-        return [output.outputs[0].token_ids for output in outputs]
-
-    first = serve()
-    num_programs = engine.num_programs
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
-        assert serve() == first
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
-    assert engine.num_programs == num_programs and counts == []
 
 
 def test_what_a_request_of_one_token_leaves_is_found(engine):
@@ -207,71 +144,6 @@ def test_a_callback_that_fails_loses_its_own_request_only(engine):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize(
-    "kv_cache_dtype", ["bfloat16", pytest.param("fp8_e4m3", marks=pytest.mark.slow)]
-)
-def test_no_stage_copies_the_pools(kv_cache_dtype):
-    """Temporaries stay under 6% of a pool that is large beside the model's activations."""
-    engine = make_engine(
-        kv_cache_dtype=kv_cache_dtype, kv_watermark=40,
-        max_num_rows=512, kv_cache_memory_bytes=64 << 20,
-    )  # fmt: skip
-    state, config, zero = engine._state, engine.step_config, np.int32(0)
-    pool_bytes = state.pools.k.nbytes + state.pools.v.nbytes
-    both = config.has_two_precisions
-    passes = dict(model=engine.form.model, config=config)
-    arguments = (engine.form.params, state, engine._plan_shape, np.float32(0))
-    stages = {
-        "plan": ((state, np.float32(0), zero, zero), dict(config=config, urgency=deadline)),
-        "chunk": (arguments, passes | dict(variant=Variant(1, 192, 32, has_wide=both))),
-        "rounds": ((*arguments, zero), passes | dict(variant=Variant(1, 192, has_wide=both))),
-        "end": ((state,), dict(config=config)),
-    }
-    for name, (positional, static) in stages.items():
-        traced = programs.stage(name, jax.default_backend()).trace(*positional, **static)
-        assert not traced.jaxpr.effects, f"{name} calls the host"
-        memory = traced.lower().compile().memory_analysis()
-        assert memory.alias_size_in_bytes >= pool_bytes, name
-        assert memory.temp_size_in_bytes < 0.06 * pool_bytes, name
-
-
-def test_the_whole_step_as_one_program(engine):
-    """`engine_step` with arrivals, a chunk and rounds gives what the stages give."""
-    form, _, _ = model()
-    request = EngineRequest(
-        request_id=7, prompt=None, prompt_token_ids=[9] * 40, row_ids=[7], targets=Targets(),
-        rows=start_rows([9] * 40, GREEDY, engine.tokenizer, (), 192, np.random.default_rng(0)),
-        arrival_seconds=engine._origin, submitted_seconds=0.0, on_update=None, is_streamed=False,
-    )  # fmt: skip
-    arrivals = make_arrivals(
-        engine._state, [(request, 0)], [], 1,
-        shapes=engine._shapes, model_config=engine.model_config, origin=engine._origin,
-    )  # fmt: skip
-    step = jax.jit(
-        partial(
-            engine_step, model=form.model, config=engine.step_config,
-            chunk=Variant(1, 192, chunk_tokens=32), rounds=Variant(1, 192),
-        ),
-        donate_argnums=1,
-    )  # fmt: skip
-    state = init_state(
-        form.model.config, engine.scheduler_config, engine.step_config, shapes=engine._shapes
-    )
-    none = dataclasses.replace(
-        arrivals,
-        requests=dataclasses.replace(arrivals.requests, request_id_N=np.full(1, -1, np.int32)),
-    )
-    found = []
-    for i in range(6):
-        state, outputs = step(form.params, state, none if i else arrivals, float(i), 16)
-        for rows in (outputs.chunk, outputs.rounds):
-            found += [int(token) for token in rows.tokens_BN[0] if token >= 0]
-        if i == 0:
-            assert outputs.answer_N.tolist() == [ACCEPTED]
-    assert found == expected([9] * 40, GREEDY)
-    assert int(outputs.summary.num_running) == int(outputs.summary.num_used_blocks) == 0
-
-
 def test_a_row_that_is_not_a_number_fails_alone():
     form, _, config = model()
     table = form.params["params"]["embed"]["embedding"]
@@ -314,17 +186,79 @@ def test_a_full_table_refuses_and_may_be_tried_again(engine):
 
 def test_a_failing_step_fails_requests_with_the_cause_and_the_engine_goes_on():
     engine = make_engine()
-    form, told = engine.form, []
+    device, form, told = engine._device, engine.form, []
     engine.submit([1, 2], GREEDY, on_update=told.append)
-    engine.form = form._replace(params={"params": {}})
+    device.form = form._replace(params={"params": {}})
     with pytest.raises(EngineError, match="a step failed") as failure:
         drain(engine)
     assert failure.value.__cause__ is not None
     assert told[-1].error is failure.value and told[-1].stream.finish_reason == "error"
     assert not engine.has_work
-    engine.form = form
+    device.form = form
     number = engine.submit([1, 2], GREEDY)
     assert tokens_of(drain(engine))[number, 0] == expected([1, 2], GREEDY)
+
+
+def test_a_failing_step_leaves_room_for_new_pools(monkeypatch):
+    """The frames that the error holds refer to the old ones."""
+    engine = make_engine()
+    device, states = engine._device, []
+    device.form = engine.form._replace(params={"params": {}})
+    begin = device.start_over
+    monkeypatch.setattr(device, "start_over", lambda: states.append(device.state) or begin())
+    engine.submit([1, 2], GREEDY)
+    with pytest.raises(EngineError) as failure:
+        drain(engine)
+    [state] = states
+    assert failure.value.__cause__ is not None
+    assert all(array.is_deleted() for array in jax.tree.leaves(state.pools))
+
+
+def test_everybody_is_told_even_if_the_engine_cannot_begin_again(monkeypatch):
+    """By stepping and by the thread, which says that it ends, and can be started anew."""
+    engine = make_engine()
+    device, told, failures = engine._device, [], []
+    device.form = engine.form._replace(params={"params": {}})
+
+    def no_room():
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "start_over", no_room)
+        engine.submit([1, 2], GREEDY, on_update=told.append)
+        with pytest.raises(MemoryError):
+            drain(engine)
+        assert isinstance(told[-1].error, EngineError)
+        engine.submit([3], GREEDY, on_update=told.append)
+        ended = threading.Event()
+        engine.start(on_failure=lambda error: (failures.append(error), ended.set()))
+        assert ended.wait(60)
+    assert len(told) == 2 and isinstance(failures[0], MemoryError)
+    device.form = engine.form
+    with pytest.raises(EngineError, match="deleted"):
+        # The state is gone; this step finds out, and begins again.
+        engine.generate([[1, 2]], [GREEDY])
+    [output] = engine.generate([[1, 2]], [GREEDY])
+    assert output.outputs[0].token_ids == expected([1, 2], GREEDY)
+
+
+def test_what_a_failed_step_had_read_is_told(monkeypatch):
+    """A request that ended in the part of it that was read."""
+    engine = make_engine()
+    ends = engine.submit(
+        [1, 2], dataclasses.replace(GREEDY, max_tokens=1), on_update=(told := []).append
+    )
+    read = engine._read
+
+    def fail_afterwards(step, news):
+        read(step, news)
+        if news:
+            raise RuntimeError("a fault of the host")
+
+    monkeypatch.setattr(engine, "_read", fail_afterwards)
+    with pytest.raises(EngineError, match="a fault of the host"):
+        drain(engine)
+    assert told[-1].request_id == ends and told[-1].stream.request_output is not None
 
 
 def test_stop_strings_trim_exactly(engine):
@@ -360,24 +294,36 @@ def test_a_stop_string_takes_back_what_the_same_step_brought(engine):
     assert_empty(engine)
 
 
-def test_a_request_ends_at_its_deadline_if_it_wants_to(engine):
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "unread"])
+def test_a_request_ends_at_its_deadline_if_it_wants_to(engine, is_read):
+    """Also while it runs, with a step in flight."""
     updates, others = [], []
-    options = dict(deadline_seconds=0.05, on_update=updates.append)
-    number = engine.submit([1, 2], GREEDY, ends_at_deadline=True, **options)
+    number = engine.submit(
+        [1, 2], dataclasses.replace(GREEDY, max_tokens=100), on_update=updates.append,
+        deadline_seconds=3600, ends_at_deadline=True,
+    )  # fmt: skip
     # A deadline alone is what the policy looks at.
-    patient = engine.submit([1, 2, 3], GREEDY, deadline_seconds=0.05, on_update=others.append)
-    while number in engine.request_ids:
-        assert time.monotonic() < engine._requests[number].arrival_seconds + 5
-        time.sleep(0.06)
-        told = engine.step()
+    patient = engine.submit([1, 2, 3], GREEDY, on_update=others.append, deadline_seconds=3600)
+    while not (updates and others):
+        engine.step()
+    if is_read:
+        engine._turn(launches=False)
+    assert bool(engine._in_flight) != is_read
+    num_told = len(updates)
+    for each in (number, patient):
+        engine._requests[each].arrival_seconds -= 3601
+    told = engine.step()
     last = updates[-1]
     assert isinstance(last.error, DeadlineExceeded) and last.stream.finish_reason == "abort"
-    assert last in told and patient in engine.request_ids
-    engine.step()
-    assert int(engine._state.scheduler.pool.num_blocks - engine._state.scheduler.pool.num_free) <= 3
+    assert last in told and number not in engine.request_ids and patient in engine.request_ids
+    engine._turn(launches=False)
+    scheduler = engine._device.state.scheduler
+    assert number not in scheduler.request_id_R[scheduler.is_running_R]
+    blocks = math.ceil((3 + GREEDY.max_tokens) / 4)
+    assert 0 < int(scheduler.pool.num_blocks - scheduler.pool.num_free) <= blocks
     drain(engine)
     assert others[-1].stream.request_output.usage.completion_tokens == GREEDY.max_tokens
-    assert [update for update in updates if update.stream.finish_reason] == [last]
+    assert len(updates) == num_told + 1
     assert_empty(engine)
 
 
@@ -457,6 +403,7 @@ def test_an_unread_stream_that_is_closed_ends_its_request(engine):
         (lambda e: e.submit([]), "prompt is empty"),
         (lambda e: e.submit([999]), "token id 999: must be in 0..257"),
         (lambda e: e.submit([1] * 192), "max_model_len=192 must leave room"),
+        (lambda e: e.submit([1], ends_at_deadline=True), "there is no deadline to end at"),
         (lambda e: e.submit([1], ttft_target_seconds=0), "ttft_target_seconds=0: must be above 0"),
         (lambda e: e.submit([1], SamplingParams(n=9, temperature=1)), "n=9: more outputs than"),
         (lambda e: e.stream([1], SamplingParams(n=2, temperature=1)), "n=2: a stream has one"),
@@ -500,7 +447,7 @@ def test_eight_bit_rows_cross_the_watermark_within_one_byte_budget(kv_cache_dtyp
     outputs = engine.generate(*zip(*work, strict=True))
     assert [len(o.outputs[0].token_ids) for o in outputs] == [60, 20]
     assert engine.metrics()["num_migrations"] == (kv_cache_dtype != "bfloat16")
-    pools = engine._state.pools
+    pools = engine._device.state.pools
     assert pools.k.dtype == np.uint16
     num_bytes = pools.k.nbytes + pools.v.nbytes
     assert num_bytes == engine.step_config.num_blocks * block_bytes(model()[2]) <= 2**20

@@ -32,9 +32,9 @@ def watch(engine: Engine) -> list[StepOutputs]:
     """The outputs of every step that `engine` will read."""
     outputs, read = [], engine._read
 
-    def spy(step):
+    def spy(step, news):
         outputs.append(jax.device_get(step.outputs))
-        return read(step)
+        return read(step, news)
 
     engine._read = spy
     return outputs
@@ -217,11 +217,12 @@ def test_a_run_goes_on_after_a_step_that_failed(tmp_path):
     wanted = watch(engine)
     engine.submit([1, 2, 3], GREEDY)
     step(engine, 2)
-    form, engine.form = engine.form, engine.form._replace(params={"params": {}})
+    device, form = engine._device, engine.form
+    device.form = form._replace(params={"params": {}})
     engine.submit([4], GREEDY)
     with pytest.raises(EngineError):
         step(engine)
-    engine.form = form
+    device.form = form
     engine.submit([5, 6], dataclasses.replace(SAMPLED, max_tokens=6))
     step(engine)
     lines = (tmp_path / "run.jsonl").read_text().splitlines()

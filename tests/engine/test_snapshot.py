@@ -248,8 +248,8 @@ def test_the_clock_goes_on_where_it_stopped(monkeypatch, tmp_path):
         monkeypatch.setattr(time, name, lambda clock=clock: clock() + 1e6)
     again = restore(tmp_path / "saved")
     assert 0 <= time.monotonic() - again._origin < 30
-    row = again._state.scheduler.request_id_R.tolist().index(number)
-    assert 50 <= float(again._state.scheduler.deadline_R[row]) < 80
+    row = again._device.state.scheduler.request_id_R.tolist().index(number)
+    assert 50 <= float(again._device.state.scheduler.deadline_R[row]) < 80
     (output,) = [u.stream.request_output for u in drain(again) if u.stream.request_output]
     assert output.timings.ttft_seconds <= output.timings.total_seconds < 60
 
@@ -257,7 +257,7 @@ def test_the_clock_goes_on_where_it_stopped(monkeypatch, tmp_path):
 def test_only_blocks_with_content_are_written(saved):
     arrays = json.loads((saved / "manifest.json").read_text())["arrays"]
     engine = restore(saved)
-    pool = engine._state.scheduler.pool
+    pool = engine._device.state.scheduler.pool
     num_kept = int(pool.num_blocks - pool.num_ready)
     assert 0 < num_kept < 100
     assert arrays["pools.k"]["shape"][0] == 2 * num_kept

@@ -30,8 +30,17 @@ from helios_jax.speculative import (
     no_draft,
 )
 from tests import tiny
-from tests.engine.conftest import expected, make_engine, model, shrink_pool
-from tests.engine.test_engine import GREEDY, assert_empty, drain, prompts, tokens_of
+from tests.engine.conftest import (
+    GREEDY,
+    assert_empty,
+    drain,
+    expected,
+    make_engine,
+    model,
+    prompts,
+    shrink_pool,
+    tokens_of,
+)
 from tests.equality import EqualityRule
 
 LOOKUP = Speculation(PromptLookup(), 3)
@@ -58,7 +67,7 @@ def speculating(speculation: Speculation, extra: SpeculationParams | None = None
     """An engine of few programs; with prompt lookup it has room for `PENALISED` from the start."""
     engine = make_engine(speculation=speculation, extra=extra, **dict(max_num_seqs=2) | more)
     if speculation is LOOKUP:
-        engine._widen(engine._shapes | sampling_shapes([PENALISED]))
+        engine._wanted_shapes |= sampling_shapes([PENALISED])
     return engine
 
 
@@ -227,12 +236,12 @@ def test_no_stage_copies_the_pools():
         speculation=speculation, extra=extra, kv_cache_dtype="bfloat16",
         max_num_rows=512, kv_cache_memory_bytes=128 << 20,
     )  # fmt: skip
-    state, config, zero = engine._state, engine.step_config, np.int32(0)
+    state, config, zero = engine._device.state, engine.step_config, np.int32(0)
     pool_bytes = engine.pool_bytes
     target_bytes = state.pools.k.nbytes + state.pools.v.nbytes
     assert pool_bytes == 2 * target_bytes > 90 << 20
     passes = dict(model=engine.form.model, config=config)
-    arguments = (engine.form.params, state, engine._plan_shape, np.float32(0))
+    arguments = (engine.form.params, state, engine._device.plan_shape, np.float32(0))
     stages = {
         "plan": ((state, np.float32(0), zero, zero), dict(config=config, urgency=deadline)),
         "chunk": (arguments, passes | dict(variant=Variant(1, 192, 32))),
@@ -299,9 +308,9 @@ def test_saved_and_recorded_engines_go_on_alike(tmp_path):
     assert bool(jnp.all(costs.verify_seconds_T > 0))
     outputs, read = [], engine._read
 
-    def spy(step):
+    def spy(step, news):
         outputs.append(jax.device_get(step.outputs))
-        return read(step)
+        return read(step, news)
 
     engine._read = spy
     numbers = [engine.submit(p, dataclasses.replace(SAMPLED, seed=i)) for i, p in
