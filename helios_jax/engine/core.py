@@ -460,6 +460,9 @@ class EngineCore:
             answers = np.asarray(answer_N)[:number]
             assert (answers == ACCEPTED).all(), f"the device refused a checked request: {answers}"
         self._num_pending_tokens = int(outputs.summary.num_pending_tokens)
+        running = set(outputs.summary.running_id_R.tolist())
+        for row_id, live in self._live.items():
+            live.row.is_running = row_id in running
         self._metrics.add(outputs.summary)
         if outputs.prompt_logprobs is not None:
             self._read_prompt_logprobs(outputs.prompt_logprobs)

@@ -170,6 +170,7 @@ class StepSummary(NamedTuple):
       num_waiting, num_running: rows.
       num_pending_tokens: tokens that running rows have yet to prefill.
       num_used_blocks: of the pool.
+      running_id_R: int32 [R]; request ids of running rows, -1 elsewhere.
       counters, telemetry: the scheduler's and the engine's.
       acceptance: of drafts; None where the engine does not speculate.
     """
@@ -178,6 +179,7 @@ class StepSummary(NamedTuple):
     num_running: Array
     num_pending_tokens: Array
     num_used_blocks: Array
+    running_id_R: Array
     counters: Counters
     telemetry: Telemetry
     acceptance: AcceptanceTelemetry | None

@@ -219,6 +219,7 @@ def end_step(state: EngineState, *, config: StepConfig) -> tuple[EngineState, St
         num_running=jnp.sum(is_running_R, dtype=jnp.int32),
         num_pending_tokens=jnp.sum(jnp.where(prefills_R, pending_R, 0), dtype=jnp.int32),
         num_used_blocks=scheduler.pool.num_blocks - scheduler.pool.num_free,
+        running_id_R=jnp.where(is_running_R, scheduler.request_id_R, -1),
         counters=scheduler.counters,
         telemetry=telemetry,
         acceptance=None if state.speculation is None else state.speculation.telemetry,

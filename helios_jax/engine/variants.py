@@ -24,6 +24,7 @@ class LiveRow:
     Attributes:
       num_prompt, max_tokens: as submitted.
       num_seen: output tokens that were read.
+      is_running: whether it had a seat after the last step that was read.
       is_new: whether no step has been started since it entered the table.
       logprobs, prompt_logprobs: most probable tokens that the request wants reported, or None.
     """
@@ -33,6 +34,7 @@ class LiveRow:
     logprobs: int | None
     prompt_logprobs: int | None
     num_seen: int = 0
+    is_running: bool = False
     is_new: bool = True
 
 
@@ -58,6 +60,9 @@ def choose_variants(
 ) -> StepVariants:
     """The variants for the rows that may run.
 
+    Who waits is seated in an order that is the policy's. The host guesses that of submission and
+    learns of another when it has read the step; no guess decides what is reported of a row.
+
     Args:
       rows: of the table, in order of submission; at least one.
       tokens_per_step: most output tokens of a row in a step.
@@ -65,9 +70,13 @@ def choose_variants(
       chunk_tokens_in_flight: their chunks together.
       num_pending_tokens: that running rows had to prefill after the last step that was read.
     """
+    num_logprobs = logprobs_bucket(row.logprobs for row in rows)
+    num_prompt_logprobs = logprobs_bucket(row.prompt_logprobs for row in rows if not row.num_seen)
     started = [row for row in rows if row.num_seen]
-    new = [row for row in rows if not row.num_seen]
-    new = new[: max(config.max_num_seqs - len(started), 0)]
+    seated = [row for row in rows if not row.num_seen and row.is_running]
+    waiting = [row for row in rows if not row.num_seen and not row.is_running]
+    num_seats = max(config.max_num_seqs - len(started) - len(seated), 0)
+    new = [*seated, *waiting[:num_seats]]
     rows = [*started, *new]
     assert rows, "a step needs a row that may run"
 
@@ -82,7 +91,7 @@ def choose_variants(
         context_tokens=size_bucket(max(ends), MIN_CONTEXT_TOKENS, 4, config.max_model_len),
         has_narrow=any(row.num_prompt <= config.kv_watermark for row in rows),
         has_wide=any(end > config.kv_watermark for end in ends),
-        num_logprobs=logprobs_bucket(row.logprobs for row in rows),
+        num_logprobs=num_logprobs,
     )
     # Chunks in flight are others' than those of rows that have entered since.
     arrived = sum(row.num_prompt for row in new if row.is_new)
@@ -97,7 +106,7 @@ def choose_variants(
             rounds,
             num_rows=size_bucket(num_rows, 1, 8, power_of_two(config.max_num_seqs)),
             chunk_tokens=size_bucket(pending, MIN_CHUNK_TOKENS, 4, config.max_num_batched_tokens),
-            num_prompt_logprobs=logprobs_bucket(row.prompt_logprobs for row in new),
+            num_prompt_logprobs=num_prompt_logprobs,
         )
     # Rows that are all new get their first tokens before anybody waits for further ones.
     decodes = chunk is None or bool(started) or not all(row.is_new for row in new)

@@ -11,6 +11,7 @@ from helios_jax import generate
 from helios_jax.engine import Engine, EngineConfig, RequestUpdate
 from helios_jax.sampling import SamplingParams, stack_sampling
 from helios_jax.scheduler import check_invariants
+from helios_jax.scheduler.urgency import deadline
 from tests import tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -25,7 +26,7 @@ def model():
 
 
 def make_engine(
-    form=None, seed: int = 0, record=None, speculation=None, extra=None, **changes
+    form=None, seed: int = 0, record=None, speculation=None, extra=None, urgency=deadline, **changes
 ) -> Engine:
     default, tokenizer, config = model()
     return Engine(
@@ -33,6 +34,7 @@ def make_engine(
         tokenizer,
         model_config=config,
         config=dataclasses.replace(CONFIG, **changes),
+        urgency=urgency,
         seed=seed,
         record=record,
         speculation=speculation,

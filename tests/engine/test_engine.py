@@ -17,6 +17,7 @@ from helios_jax.engine import (
     EngineFull,
 )
 from helios_jax.sampling import SamplingParams
+from helios_jax.scheduler.urgency import priority
 from tests.engine.conftest import (
     GREEDY,
     assert_empty,
@@ -358,6 +359,26 @@ def test_logprobs_are_those_of_the_model(engine):
         assert found == pytest.approx(logprobs[j - 1][prompt[j]], abs=1e-4)
 
 
+def test_whoever_the_policy_seats_is_served(monkeypatch):
+    """The host guesses the order of submission; here the last comes first, is longer than what was
+    guessed, and alone wants logprobs."""
+    monkeypatch.setattr("helios_jax.engine.variants.MIN_CONTEXT_TOKENS", 48)
+    engine = make_engine(max_num_seqs=1, urgency=priority)
+    reports = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=1)
+    prompt = prompts(11, 1, 110)[0] + [2] * 60
+    later = engine.submit([3] * 9, GREEDY, priority=1)
+    first = engine.submit(prompt, reports, priority=0)
+    updates = drain(engine)
+    assert [update.request_id for update in updates].index(later) > 0
+    found = tokens_of(updates)
+    assert found[first, 0] == expected(prompt, GREEDY)
+    assert found[later, 0] == expected([3] * 9, GREEDY)
+    outputs = {update.request_id: update.stream.request_output for update in updates}
+    (completion,) = outputs[first].outputs
+    assert [list(at)[0] for at in completion.logprobs] == found[first, 0]
+    assert all(at is not None for at in outputs[first].prompt_logprobs[1:])
+
+
 def test_threads_and_event_loops_share_the_engine(engine):
     results: dict[int, list[int]] = {}
 
@@ -434,7 +455,7 @@ def test_a_device_without_room_for_the_pool_says_what_to_lower(monkeypatch):
     def fail(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
-    monkeypatch.setattr("helios_jax.engine.core.init_state", fail)
+    monkeypatch.setattr("helios_jax.engine.device.init_state", fail)
     with pytest.raises(MemoryError, match="lower kv_cache_memory_bytes.*RESOURCE_EXHAUSTED"):
         make_engine()
 
