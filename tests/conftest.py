@@ -1,13 +1,35 @@
-"""What do all tests share: which ones run here, the real model, and a process that lasts."""
+"""What do all tests share: which ones run here, the real model, and compiled programs."""
 
 import gc
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from helios_jax import hub
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Programs are compiled once for all of the run's processes: most of its time goes there.
+
+    Unless the user has set a place for them (JAX_COMPILATION_CACHE_DIR) they are gone afterwards.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = tempfile.TemporaryDirectory(prefix="helios-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    variables = {
+        "JAX_COMPILATION_CACHE_DIR": folder.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        # Never reached, but only a cache with a limit locks the files that processes share.
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(1 << 34),
+    }
+    os.environ.update(variables)
+    for name in variables:
+        config.add_cleanup(lambda name=name: os.environ.pop(name))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,11 +46,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # Here and not at collection, so that jax is imported only where a gpu test is about to run.
-    if item.get_closest_marker("gpu"):
+    is_gpu = item.get_closest_marker("gpu") is not None
+    if is_gpu:
         import jax
 
         if jax.default_backend() != "gpu":
             pytest.skip("needs an NVIDIA GPU, and jax finds none")
+    real = any(name.startswith("smollm2") for name in getattr(item, "fixturenames", ()))
+    optimise_programs(is_gpu or real or item.get_closest_marker("optimised") is not None)
+
+
+def optimise_programs(optimises: bool) -> None:
+    """How this process and those that it starts compile: programs of small models, in haste.
+
+    LLVM's optimisations are most of what a small model's tests would take.
+    """
+    name = "jax_disable_most_optimizations"
+    os.environ[name.upper()] = str(not optimises)
+    if jax := sys.modules.get("jax"):
+        jax.config.update(name, not optimises)
 
 
 # Linux gives a process 65,530 memory maps, a compiled program takes several, and XLA crashes when

@@ -90,7 +90,8 @@ class _Connection:
             credentials = grpc.ssl_channel_credentials(read[0], read[1], own)
         self._channel = self._open(address, credentials)
         self._stub = InferenceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        # Any: the package has no types.
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
         raise NotImplementedError
