@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from helios_jax.calibrate.data import read_objects, render
 from helios_jax.config import require
 from helios_jax.distill.teacher import pad, width_of
 from helios_jax.model import Transformer
@@ -256,25 +257,15 @@ def read_prompts(
 ) -> list[Prompt]:
     """Prompts of a JSONL file, in its order; the first `per_category` of each category.
 
-    A line has `messages`, `prompt`, or `turns` (questions of a user, of which the first is asked);
-    it may have a `category`. Longer prompts than `max_length` tokens are left out.
+    A line is as for `conversation_of`; it may have a `category`. Longer prompts than `max_length`
+    tokens are left out.
 
     Raises:
       ValueError: naming the line.
     """
     found: dict[str, list[Prompt]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        fields = json.loads(line)
-        if "turns" in fields:
-            fields["messages"] = [{"role": "user", "content": fields["turns"][0]}]
-        if "messages" in fields:
-            text = tokenizer.apply_chat_template(fields["messages"])
-        else:
-            require("prompt" in fields, f"{path}:{number}: must have prompt, messages or turns")
-            text = fields["prompt"]
-        tokens = tokenizer.encode(text)
+    for where, fields in read_objects(path):
+        tokens = tokenizer.encode(render(where, fields, tokenizer))
         category = fields.get("category", "all")
         members = found.setdefault(category, [])
         if len(tokens) <= max_length and (per_category is None or len(members) < per_category):

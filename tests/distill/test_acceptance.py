@@ -169,5 +169,5 @@ def test_prompts_are_read_by_category(tmp_path: Path):
     assert [prompt.category for prompt in found] == ["x", "y", "all"]
     assert tokenizer.decode(found[0].tokens).startswith("<|user|>one")
     path.write_text('{"text": "what"}')
-    with pytest.raises(ValueError, match=":1: must have prompt"):
+    with pytest.raises(ValueError, match=":1: must have `prompt`"):
         read_prompts(path, tokenizer, None, max_length=60)
