@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from helios_jax.calibrate.data import read_units
+from helios_jax.calibrate.folders import claim, locked
 from helios_jax.config import ModelConfig, require
 from helios_jax.distill import store
 from helios_jax.distill.architectures import (
@@ -197,15 +197,13 @@ def train_student(
     Raises:
       ValueError: another process trains there, or something else was trained there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     described = {**identity, "plan": plan.to_dict(), "student": student.config.to_dict()}
-    lock = filelock.FileLock(folder / "lock", blocking=False)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise ValueError(f"{folder}: another process is training there; wait for it") from None
-    with lock:
-        _claim(folder / "run.json", described)
+    with locked(folder, "training"):
+        require(
+            claim(folder / "run.json", described),
+            f"{folder}: another draft was trained there, or this one otherwise; choose another "
+            "folder, or remove it",
+        )
         model = Transformer(student.config)
         on_policy = None
         if plan.on_policy:
@@ -299,17 +297,3 @@ def _in_order(leaves: dict, config: ModelConfig):
 
 def _reduced(student: Student) -> int | None:
     return None if student.vocabulary is None else len(student.vocabulary.ids_U)
-
-
-def _claim(path: Path, described: dict[str, Any]) -> None:
-    wanted = json.dumps(described, indent=2, sort_keys=True)
-    if path.exists():
-        require(
-            path.read_text() == wanted,
-            f"{path.parent}: another draft was trained there, or this one otherwise; choose "
-            "another folder, or remove it",
-        )
-        return
-    partial = path.with_suffix(".partial")
-    partial.write_text(wanted)
-    partial.replace(path)

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import filelock
 import numpy as np
 
+from helios_jax.calibrate.folders import claim, locked
 from helios_jax.config import require
 
-_IDENTITY, _LOCK = "store.json", "lock"
+_IDENTITY = "store.json"
 _NAME = re.compile(r"shard_(\d{5})-([0-9a-f]{16})\.npz")
 
 
@@ -155,30 +155,16 @@ def open_store(folder: Path, identity: dict[str, Any]) -> Iterator[Store]:
     Raises:
       ValueError: another process works there, or it holds samples of something else.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / _LOCK, blocking=False)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise ValueError(f"{folder}: another process is sampling there; wait for it") from None
-    try:
+    with locked(folder, "sampling"):
         path = folder / _IDENTITY
-        wanted = json.dumps(identity, indent=2, sort_keys=True)
-        if path.exists():
-            require(
-                path.read_text() == wanted,
+        if not claim(path, identity):
+            raise ValueError(
                 f"{folder}: holds samples that were made otherwise ({_difference(path, identity)});"
-                " choose another folder, or remove it",
+                " choose another folder, or remove it"
             )
-        else:
-            partial = folder / f"{_IDENTITY}.partial"
-            partial.write_text(wanted)
-            partial.replace(path)
         for leftover in folder.glob("shard_*.partial"):
             leftover.unlink()
         yield Store(folder, identity)
-    finally:
-        lock.release()
 
 
 def read_store(folder: Path) -> Store:
