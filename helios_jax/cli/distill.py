@@ -140,7 +140,6 @@ def distill(
         write_draft,
     )
     from helios_jax.distill.curves import draw_curves, write_tensorboard
-    from helios_jax.distill.trainer import METRICS
     from helios_jax.llm import use_compilation_cache
 
     shape = None if init else _shape(layers, intermediate_size, hidden_size, draft_config,
@@ -187,8 +186,7 @@ def distill(
         began = {"init": init, "shape": None if shape is None else shape.to_dict()}
         trained = train_student(
             student, sequences, plan, work / "training", {**samples.identity, **began},
-            teacher=Teacher(llm.model, llm.params, sampling.top_k), prompts=asked,
-            sampling=sampling,
+            teacher=Teacher(llm.model, llm.params, sampling.top_k), sampling=sampling,
             report=lambda p: _say(
                 f"step {p.step} of {p.num_steps}, {p.tokens_per_second:.0f} tokens/s, "
                 f"{p.seconds_left:.0f} s left: loss {p.metrics['loss']:.4f}, acceptance "
@@ -203,17 +201,17 @@ def distill(
         "num_sampled_tokens": sum(len(s.tokens) - s.num_prompt for s in sequences),
         "prompts": {"files": [file.name for file in prompts], "number": len(asked)},
         "training": plan.to_dict(), "best_step": trained.step,
+        # An upper bound, at temperature 1, see `Trained`.
         "held_out_acceptance": trained.acceptance, "circumstances": circumstances(),
     }  # fmt: skip
     write_draft(student, trained.params, llm.tokenizer, out, source, None if bits == 16 else bits,
                 overwrite)  # fmt: skip
-    metrics = work / "training" / METRICS
     if plot is not None:
-        draw_curves(metrics, plot)
+        draw_curves(trained.metrics, plot)
     if tensorboard is not None:
-        write_tensorboard(metrics, tensorboard)
+        write_tensorboard(trained.metrics, tensorboard)
     ended = "no progress" if trained.stopped_early else "all steps"
-    _say(f"{ended}; best at step {trained.step}: acceptance {trained.acceptance:.4f}")
+    _say(f"{ended}; best at step {trained.step}: acceptance at most {trained.acceptance:.4f}")
     print(out)
 
 

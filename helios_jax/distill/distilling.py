@@ -1,7 +1,8 @@
 """How does a target, prompts and a shape become a draft? The whole way, in one folder.
 
-    OUT/                   the draft: a native checkpoint, once it is done
-    .OUT.distilling/       meanwhile: samples/, on_policy/, training/; it stays, for another draft
+    OUT/                            the draft: a native checkpoint, once it is done
+    .OUT.distilling/samples/        what the target says; for every draft that is made of it
+    .OUT.distilling/training/HASH/  one training: of one student, plan and data
 
 Interrupted work goes on where it was when the same call is made again.
 """
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helios_jax.calibrate.data import read_units
-from helios_jax.calibrate.folders import claim, locked
+from helios_jax.calibrate.folders import locked
 from helios_jax.config import ModelConfig, require
 from helios_jax.distill import store
 from helios_jax.distill.architectures import (
@@ -33,7 +34,7 @@ from helios_jax.distill.architectures import (
 from helios_jax.distill.on_policy import sampler
 from helios_jax.distill.sampling import SamplingPlan, sample
 from helios_jax.distill.teacher import Teacher
-from helios_jax.distill.trainer import Progress, Trained, TrainingPlan, train
+from helios_jax.distill.trainer import Progress, Trained, TrainingPlan, split, train
 from helios_jax.llm import LLM
 from helios_jax.model import Transformer
 from helios_jax.model.forms import serving_form
@@ -182,43 +183,45 @@ def train_student(
     identity: Mapping[str, Any],
     *,
     teacher: Teacher | None = None,
-    prompts: Sequence[Sequence[int]] = (),
     sampling: SamplingPlan | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
-    **mesh: Any,
 ) -> Trained:
-    """`trainer.train` in a folder that belongs to one student, plan and data.
+    """`trainer.train` in a folder below `folder` that belongs to one student, plan and data.
+
+    The student's own samples begin with the prompts of training sequences, never with held-out
+    ones.
 
     Args:
       identity: JSON-ready, of the data and what the student begins with.
-      teacher, prompts, sampling: needed for on-policy data.
-      mesh: `mesh` and `rules` of `train`.
+      teacher, sampling: needed for on-policy data.
 
     Raises:
-      ValueError: another process trains there, or something else was trained there.
+      ValueError: another process trains there.
     """
-    described = {**identity, "plan": plan.to_dict(), "student": student.config.to_dict()}
-    with locked(folder, "training"):
-        require(
-            claim(folder / "run.json", described),
-            f"{folder}: another draft was trained there, or this one otherwise; choose another "
-            "folder, or remove it",
-        )
+    described = {
+        **identity, "plan": plan.to_dict(), "student": student.config.to_dict(),
+        "on_policy": None if sampling is None else sampling.to_dict(),
+    }  # fmt: skip
+    text = json.dumps(described, sort_keys=True)
+    own = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+    with locked(own, "training"):
         model = Transformer(student.config)
         on_policy = None
         if plan.on_policy:
             require(
-                teacher is not None and sampling is not None and bool(prompts),
-                "on_policy: needs the teacher, prompts and a sampling plan",
+                teacher is not None and sampling is not None,
+                f"on_policy={plan.on_policy}: needs the teacher and a sampling plan",
             )
             assert teacher is not None and sampling is not None
+            training, _ = split(sequences, plan)
+            prompts = dict.fromkeys(tuple(s.tokens[: s.num_prompt].tolist()) for s in training)
             on_policy = sampler(
-                model, teacher, prompts, sampling, plan.on_policy_sequences, folder / "on_policy",
-                described, student.vocabulary,
+                model, teacher, list(prompts), sampling, plan.on_policy_sequences,
+                own / "on_policy", described, student.vocabulary,
             )  # fmt: skip
         return train(
-            model, student.params, sequences, plan, folder, vocabulary=student.vocabulary,
-            on_policy=on_policy, report=report, **mesh,
+            model, student.params, sequences, plan, own, vocabulary=student.vocabulary,
+            on_policy=on_policy, report=report,
         )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ from helios_jax.speculative import DraftVocabulary
 
 _logger = logging.getLogger("helios_jax.distill")
 
-METRICS = "metrics.jsonl"
+_METRICS = "metrics.jsonl"
 _CHECKPOINTS = "checkpoints"
 
 
@@ -120,14 +120,18 @@ class Trained(NamedTuple):
     """What training ends with.
 
     params: the student's, of the best evaluation, float32.
-    step: when that was; acceptance: teacher-forced, on the held-out sequences.
+    step: when that was.
+    acceptance: teacher-forced, on the held-out sequences, at temperature 1 and of the teacher's top
+      K tokens and one event for all others (see `losses`): an upper bound of the true one.
     stopped_early: whether `patience` ended the training.
+    metrics: the file of what was logged.
     """
 
     params: Params
     step: int
     acceptance: float
     stopped_early: bool
+    metrics: Path
 
 
 # (student's params, round) -> sequences that it samples, labelled by the teacher.
@@ -199,7 +203,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     with _Checkpoints(folder / _CHECKPOINTS) as checkpoints:
         state, best, host = checkpoints.restore(state)
-        metrics = _Metrics(folder / METRICS, host.step)
+        metrics = _Metrics(folder / _METRICS, host.step)
         num_steps = plan.optimizer.num_steps
         round_batches: tuple[int, Batches] | None = None
         started, tokens = time.monotonic(), 0
@@ -242,7 +246,10 @@ def train(
                     best = _copy(state.params)
             if host.step % plan.checkpoint_every == 0 or is_last or host.stopped_early:
                 checkpoints.save(state, best, host)
-    return Trained(jax.device_get(best), host.best_step, host.best_acceptance, host.stopped_early)
+    return Trained(
+        jax.device_get(best), host.best_step, host.best_acceptance, host.stopped_early,
+        folder / _METRICS,
+    )  # fmt: skip
 
 
 def split(

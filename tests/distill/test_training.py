@@ -18,6 +18,7 @@ from helios_jax.distill import (
     load_target,
     make_student,
     read_prompts,
+    read_store,
     sample_target,
     train,
     train_student,
@@ -142,11 +143,9 @@ def test_a_draft_learns_its_target(sequences, student, tmp_path):
 
 @pytest.mark.parametrize("on_policy", [0.0, 0.6])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(
-    sequences, student, llm, prompts, tmp_path, on_policy, monkeypatch
+    sequences, student, llm, tmp_path, on_policy
 ):
-    options = dict(
-        teacher=Teacher(llm.model, llm.params, SAMPLING.top_k), prompts=prompts, sampling=SAMPLING
-    )
+    options = dict(teacher=Teacher(llm.model, llm.params, SAMPLING.top_k), sampling=SAMPLING)
     wanted = plan(on_policy=on_policy, on_policy_every=3, on_policy_sequences=4)
 
     def begin(folder, **more):
@@ -169,9 +168,8 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
         # Kept, with all that its frames hold: the folder must be free nonetheless.
         stops.append(stopped.value)
     resumed = begin(tmp_path / "resumed")
-    assert equal(whole.params, resumed.params) and whole[1:] == resumed[1:]
-    metrics = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "resumed")]
-    assert metrics[0] == metrics[1]
+    assert equal(whole.params, resumed.params) and whole[1:4] == resumed[1:4]
+    assert whole.metrics.read_text() == resumed.metrics.read_text()
     stored = [len([*(tmp_path / name).rglob("shard_*")]) for name in ("whole", "resumed")]
     assert stored[0] == stored[1] and (stored[0] > 0) == (on_policy > 0)
 
@@ -200,7 +198,7 @@ def test_training_ends_early_without_progress(sequences, student, tmp_path, monk
     monkeypatch.setattr(trainers, "_evaluate", lambda *_: {"total_variation": next(found)})
     stuck = plan(evaluate_every=1, patience=2)
     trained = run(student, sequences, stuck, tmp_path)
-    assert trained[1:] == (2, 0.6, True)
+    assert trained[1:4] == (2, 0.6, True)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 1, 2, 2, 3, 3, 4, 4]
     # Once it has ended, it has ended.
@@ -255,10 +253,35 @@ def test_one_prompts_sequences_are_on_one_side(sequences):
     assert not sides[0] & sides[1] and len(training) + len(held_out) == len(sequences)
 
 
-def test_another_plan_in_the_same_folder_is_refused(sequences, student, tmp_path):
-    train_student(student, sequences, plan(), tmp_path, {})
-    with pytest.raises(ValueError, match="another draft was trained there"):
-        train_student(student, sequences, plan(7), tmp_path, {})
+def test_another_plan_is_trained_beside_and_the_same_one_is_done(sequences, student, tmp_path):
+    def begin(wanted):
+        reports = []
+        trained = train_student(
+            student, sequences, wanted, tmp_path, {"data": 1}, report=reports.append
+        )
+        return trained, len(reports)
+
+    first, num_steps = begin(plan(2))
+    other, _ = begin(plan(3))
+    assert num_steps == 2 and first.metrics != other.metrics
+    assert {found.parents[1] for found in (first.metrics, other.metrics)} == {tmp_path}
+    again, num_steps = begin(plan(2))
+    assert num_steps == 0 and again[1:] == first[1:] and equal(again.params, first.params)
+
+
+def test_the_student_never_goes_on_from_a_held_out_prompt(sequences, student, llm, tmp_path):
+    wanted = plan(3, on_policy=1.0, on_policy_sequences=32)
+    trained = train_student(
+        student, sequences, wanted, tmp_path, {}, sampling=SAMPLING,
+        teacher=Teacher(llm.model, llm.params, SAMPLING.top_k),
+    )  # fmt: skip
+    own = read_store(trained.metrics.parent / "on_policy").sequences()
+    sides = [
+        {bytes(s.tokens[: s.num_prompt]) for s in side}
+        for side in (own, *trainers.split(sequences, wanted))
+    ]
+    drawn, training, held_out = sides
+    assert drawn == training and held_out and not drawn & held_out
 
 
 def test_a_full_disk_is_told_and_survivable(sequences, student, tmp_path, monkeypatch):
