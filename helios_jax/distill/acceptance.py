@@ -27,7 +27,7 @@ from helios_jax.calibrate.data import read_objects, render
 from helios_jax.config import require
 from helios_jax.distill.teacher import pad, width_of
 from helios_jax.model import Transformer
-from helios_jax.model.compiler import COMPILER_OPTIONS
+from helios_jax.model.compiler import jit
 from helios_jax.sampling import SamplingParams, stack_sampling
 from helios_jax.speculative import (
     ReducedParams,
@@ -38,7 +38,6 @@ from helios_jax.speculative import (
 )
 from helios_jax.speculative.draft_vocabulary import model_params, to_draft, to_target
 
-_jit = partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(jax.default_backend()))
 # Widths of prompts: each is a program for each proposer.
 _WIDTHS = (128, 512, 1024, 2048, 4096)
 _CHUNK = 256
@@ -137,7 +136,7 @@ def _run_batch(
     ]  # fmt: skip
 
 
-@partial(_jit, static_argnums=(0, 2, 7, 8))
+@partial(jit, static_argnums=(0, 2, 7, 8))
 def _rounds(
     model, params, speculation, extra, tokens_BT, lengths_B, sampling, max_tokens, kv_dtype
 ):
@@ -210,7 +209,7 @@ def _filled(hidden_ND):
     return jnp.pad(hidden_ND, ((0, _CHUNK - len(hidden_ND)), (0, 0)))
 
 
-@partial(_jit, static_argnums=(0, 2))
+@partial(jit, static_argnums=(0, 2))
 def _both_hidden(model, params, draft, draft_params, tokens_BT, positions_BT):
     def hidden(model, params, tokens_BT):
         result: Any = model.apply(params, tokens_BT, positions_BT, method="hidden")
@@ -220,7 +219,7 @@ def _both_hidden(model, params, draft, draft_params, tokens_BT, positions_BT):
     return hidden(model, params, tokens_BT), hidden(draft, model_params(draft_params), mine)
 
 
-@partial(_jit, static_argnums=(0, 2))
+@partial(jit, static_argnums=(0, 2))
 def _overlap(model, params, draft, draft_params, p_ND, q_ND, temperature):
     p_NV: Any = model.apply(params, p_ND, method="logits")
     q_NU: Any = draft.apply(model_params(draft_params), q_ND, method="logits")

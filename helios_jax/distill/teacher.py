@@ -11,7 +11,7 @@ from jax import Array
 
 from helios_jax.distill.store import Labels
 from helios_jax.model import Transformer
-from helios_jax.model.compiler import COMPILER_OPTIONS
+from helios_jax.model.compiler import jit
 from helios_jax.sampling.rows import largest
 
 # Lengths that sequences are padded to, and tokens that go through the model together.
@@ -91,16 +91,13 @@ def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int, num_rows: i
     return tokens_BT, positions_BT
 
 
-_jit = partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(jax.default_backend()))
-
-
-@partial(_jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _hidden(model: Transformer, params: Any, tokens_BT: Array, positions_BT: Array) -> Array:
     result: Any = model.apply(params, tokens_BT, positions_BT, method="hidden")
     return result[0]
 
 
-@partial(_jit, static_argnums=(0, 3))
+@partial(jit, static_argnums=(0, 3))
 def _score(
     model: Transformer, params: Any, hidden_CD: Array, top_k: int | None
 ) -> tuple[Array | None, Array, Array]:
