@@ -10,7 +10,7 @@ import pytest
 
 from helios_jax.calibrate.data import read_units
 from helios_jax.distill.curves import draw_curves, read_metrics, write_tensorboard
-from helios_jax.distill.prompts import OPENERS, describe, self_written, with_passages
+from helios_jax.distill.prompts import OPENERS, self_written, with_passages
 from helios_jax.distill.shapes import best_speed_up, least_acceptance
 from helios_jax.distill.speed import predicted_speed_up
 from helios_jax.profiler import GPUS, Formats
@@ -58,12 +58,6 @@ def test_messages_that_the_target_ended_are_kept_with_their_opening_words():
 def test_a_target_that_ends_no_message_is_told():
     with pytest.raises(ValueError, match="ended 0 of 64 messages within 96 tokens"):
         self_written(cast(Any, Writer((" on and on", "length"))), 5, seed=0)
-
-
-def test_the_sources_are_named():
-    found = describe()
-    assert found["passages"]["licence"] == "PSF-2.0" and found["passages"]["sha256"]
-    assert found["self_written"]["openers_sha256"] == describe()["self_written"]["openers_sha256"]
 
 
 def metrics(tmp_path):
