@@ -324,14 +324,22 @@ class _Checkpoints:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._manager.close()
+        try:
+            self._manager.close()
+        except Exception as unwritten:  # of the last checkpoint, which was waited for
+            raise _unwritten(self._folder, unwritten) from unwritten
 
     def restore(self, like: TrainState) -> tuple[TrainState, Params, _Host]:
-        """What the newest sound checkpoint holds; `like` itself, copied, where there is none."""
+        """What the newest sound checkpoint holds; `like` itself, copied, where there is none.
+
+        A damaged one is removed: its step is written again.
+        """
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 return self._read(step, like)
-            except Exception as error:  # Orbax and TensorStore document no errors of their own
+            # What a missing file, and bytes that cannot be decoded, are told by. A disk that cannot
+            # be read now, or memory that does not suffice, says nothing about the checkpoint.
+            except (ValueError, KeyError, FileNotFoundError) as error:
                 _logger.warning(
                     "%s: the checkpoint cannot be used, an earlier one is: %s",
                     self._folder / str(step), error,

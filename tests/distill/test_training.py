@@ -1,5 +1,6 @@
 """Does training learn, and is a resumed run the same as one without a stop?"""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,36 @@ def test_a_full_disk_is_told_and_survivable(sequences, student, tmp_path, monkey
         with pytest.raises(OSError, match="the disk is full: the checkpoint was not written"):
             run(student, sequences, plan(), tmp_path)
     assert run(student, sequences, plan(), tmp_path).step > 0
+
+
+def test_a_last_checkpoint_that_could_not_be_written_is_told(tmp_path, monkeypatch):
+    """It is written while nothing else happens: only the end waits for it."""
+
+    def full():
+        raise ValueError("tensorstore: No space left on device")
+
+    checkpoints = trainers._Checkpoints(tmp_path)
+    with pytest.raises(OSError, match="the disk is full: the checkpoint was not written"):
+        with checkpoints:
+            monkeypatch.setattr(checkpoints._manager, "wait_until_finished", full)
+    monkeypatch.undo()
+    checkpoints._manager.close()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()])
+def test_a_checkpoint_that_cannot_be_read_now_stays(
+    sequences, student, tmp_path, monkeypatch, error
+):
+    import orbax.checkpoint as ocp
+
+    def fail(*args, **kwargs):
+        raise error
+
+    whole = run(student, sequences, plan(2), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "restore", fail)
+        with pytest.raises(type(error)):
+            run(student, sequences, plan(2), tmp_path)
+    reports = []
+    again = run(student, sequences, plan(2), tmp_path, report=reports.append)
+    assert not reports and equal(again.params, whole.params)
