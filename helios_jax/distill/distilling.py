@@ -25,6 +25,8 @@ from helios_jax.config import ModelConfig, require
 from helios_jax.distill import store
 from helios_jax.distill.architectures import (
     PrunedShape,
+    check_vocab_tokens,
+    dense,
     draft_config,
     initialise,
     num_params,
@@ -35,13 +37,16 @@ from helios_jax.distill.on_policy import sampler
 from helios_jax.distill.sampling import SamplingPlan, sample
 from helios_jax.distill.teacher import Teacher
 from helios_jax.distill.trainer import Progress, Trained, TrainingPlan, split, train
-from helios_jax.llm import LLM
+from helios_jax.llm import LLM, load
 from helios_jax.model import Transformer
-from helios_jax.model.forms import serving_form
 from helios_jax.model.params import Params
 from helios_jax.quant import Scheme, rtn
 from helios_jax.speculative import DraftVocabulary
-from helios_jax.speculative.pairing import TARGET_FINGERPRINT, params_fingerprint
+from helios_jax.speculative.pairing import (
+    TARGET_FINGERPRINT,
+    params_fingerprint,
+    require_same_tokens,
+)
 from helios_jax.tokenizer import Tokenizer
 
 _REDUCED = "draft_vocabulary_tokens"
@@ -70,6 +75,15 @@ class DraftShape:
         )
         require(self.bits in (None, 4, 8), f"bits={self.bits}: must be 4, 8 or None (bfloat16)")
 
+    def check(self, target: ModelConfig) -> None:
+        """Raises ValueError where a target of this configuration has no such draft."""
+        if self.pruned is not None:
+            self.pruned.check(target)
+        else:
+            draft_config(target, **dict(self.config))
+        if self.vocab_tokens is not None:
+            check_vocab_tokens(self.vocab_tokens, target.vocab_size, _always(target))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return dataclasses.asdict(self) | {"config": dict(self.config)}
@@ -85,15 +99,11 @@ class Student(NamedTuple):
 
 def load_target(path: Path, *, dtype: str, max_model_len: int, max_num_seqs: int) -> LLM:
     """The target as it samples: no prefix caching, see `sampling`."""
-    from checkpoints_conv import open_checkpoint, read_params
+    from checkpoints_conv import open_checkpoint
 
-    checkpoint = open_checkpoint(path)
-    eos = dict.fromkeys((*checkpoint.config.eos_token_ids, *checkpoint.tokenizer.eos_token_ids))
-    config = dataclasses.replace(checkpoint.config, eos_token_ids=tuple(eos))
-    form = serving_form(config, read_params(checkpoint), dtype)
-    return LLM(
-        form, checkpoint.tokenizer, config=config,
-        max_model_len=min(max_model_len, config.max_model_len), max_num_seqs=max_num_seqs,
+    return load(
+        path, dtype=dtype, max_num_seqs=max_num_seqs,
+        max_model_len=min(max_model_len, open_checkpoint(path).config.max_model_len),
         max_num_batched_tokens=1024, enable_prefix_caching=False, seed=0,
     )  # fmt: skip
 
@@ -154,7 +164,13 @@ def make_student(
     sequences: Sequence[store.Sequence],
     seed: int = 0,
 ) -> Student:
-    """The draft before training."""
+    """The draft before training.
+
+    Args:
+      target_config: as it serves (`LLM.config`), with all tokens that end a sequence.
+      target_params: as they are stored.
+      sequences: sampled; a reduced vocabulary has the most frequent tokens of them.
+    """
     vocabulary = None
     if shape.vocab_tokens is not None:
         counts_V = np.zeros(target_config.vocab_size, np.int64)
@@ -162,11 +178,9 @@ def make_student(
             np.add.at(counts_V, sequence.tokens[sequence.num_prompt :], 1)
         table = target_params["params"]["embed"]["embedding"]
         table = table.dequantize() if hasattr(table, "dequantize") else table
-        special = [target_config.bos_token_id, *target_config.eos_token_ids]
         vocabulary = reduce_vocabulary(
-            counts_V, np.asarray(table), shape.vocab_tokens,
-            always=sorted({token for token in special if token is not None}),
-        )  # fmt: skip
+            counts_V, np.asarray(table), shape.vocab_tokens, _always(target_config)
+        )
     if shape.pruned is not None:
         config, params = prune(target_config, target_params, shape.pruned, vocabulary)
     else:
@@ -262,14 +276,27 @@ def write_draft(
     write_checkpoint(checkpoint, out, overwrite=overwrite)
 
 
-def read_draft(path: Path) -> Student:
-    """A draft on the disk, dequantised, to go on training with (`--init`)."""
+def read_draft(path: Path, tokenizer: Tokenizer) -> Student:
+    """A draft on the disk, dequantised, to go on training with (`--init`).
+
+    Args:
+      tokenizer: the target's.
+
+    Raises:
+      ValueError: the draft's tokens are not the target's.
+    """
     from checkpoints_conv import open_checkpoint, read_params
-    from helios_jax.distill.architectures import dense
 
     checkpoint = open_checkpoint(path)
+    require_same_tokens(tokenizer, checkpoint.tokenizer)
     params = dense(read_params(checkpoint))
     return Student(checkpoint.config, params, checkpoint.draft_vocabulary)
+
+
+def _always(config: ModelConfig) -> list[int]:
+    """Tokens that every draft's vocabulary has: those that begin and end a sequence."""
+    special = {config.bos_token_id, *config.eos_token_ids}
+    return sorted(token for token in special if token is not None)
 
 
 def _stored(params: Params, bits: int | None):
