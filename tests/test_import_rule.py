@@ -229,7 +229,7 @@ def test_importing_loads_no_more(statement, absent):
 
 
 @pytest.mark.parametrize(
-    "module", ["llm", "calibrate", "distill", "distill.acceptance", "distill.pairing_experiment"]
+    "module", ["llm", "calibrate", "distill", "distill.overlap", "distill.pairing_experiment"]
 )
 def test_importing_begins_no_backend(module):
     """A program may still choose its platform, and set its devices up, after the import."""
