@@ -185,9 +185,8 @@ def distill(
         if student is None:
             assert shape is not None
             student = make_student(shape, llm.config, read_params(checkpoint), sequences, seed)
-        began = {"init": init, "shape": None if shape is None else shape.to_dict()}
         trained = train_student(
-            student, sequences, plan, work / "training", {**samples.identity, **began},
+            student, sequences, plan, work / "training", samples.identity,
             teacher=Teacher(llm.model, llm.params, sampling.top_k), sampling=sampling,
             report=lambda p: _say(
                 f"step {p.step} of {p.num_steps}, {p.tokens_per_second:.0f} tokens/s, "
@@ -199,7 +198,8 @@ def distill(
         _say(f"helios: interrupted; the same command goes on from {work}")
         raise
     source = {
-        **identity, "target": target, **began, "sampling": sampling.to_dict(),
+        **identity, "target": target, "init": init,
+        "shape": None if shape is None else shape.to_dict(), "sampling": sampling.to_dict(),
         "num_sampled_tokens": sum(len(s.tokens) - s.num_prompt for s in sequences),
         "prompts": {"files": [file.name for file in prompts], "number": len(asked)},
         "training": plan.to_dict(), "best_step": trained.step,

@@ -36,7 +36,7 @@ from helios_jax.distill.architectures import (
 from helios_jax.distill.on_policy import sampler
 from helios_jax.distill.sampling import SamplingPlan, sample
 from helios_jax.distill.teacher import Teacher
-from helios_jax.distill.trainer import Progress, Trained, TrainingPlan, split, train
+from helios_jax.distill.trainer import Progress, Trained, TrainingPlan, split, sum_of, train
 from helios_jax.llm import LLM, load
 from helios_jax.model import Transformer
 from helios_jax.model.params import Params
@@ -206,14 +206,17 @@ def train_student(
     ones.
 
     Args:
-      identity: JSON-ready, of the data and what the student begins with.
+      identity: JSON-ready, of the data.
       teacher, sampling: needed for on-policy data.
 
     Raises:
       ValueError: another process trains there.
     """
+    vocabulary = student.vocabulary
+    tokens = () if vocabulary is None else (vocabulary.ids_U, vocabulary.nearest_V)
     described = {
         **identity, "plan": plan.to_dict(), "student": student.config.to_dict(),
+        "student_sha256": sum_of((student.params, tokens)),
         "on_policy": None if sampling is None else sampling.to_dict(),
     }  # fmt: skip
     text = json.dumps(described, sort_keys=True)
@@ -231,10 +234,10 @@ def train_student(
             prompts = dict.fromkeys(tuple(s.tokens[: s.num_prompt].tolist()) for s in training)
             on_policy = sampler(
                 model, teacher, list(prompts), sampling, plan.on_policy_sequences,
-                own / "on_policy", described, student.vocabulary,
+                own / "on_policy", described, vocabulary,
             )  # fmt: skip
         return train(
-            model, student.params, sequences, plan, own, vocabulary=student.vocabulary,
+            model, student.params, sequences, plan, own, vocabulary=vocabulary,
             on_policy=on_policy, report=report,
         )  # fmt: skip
 

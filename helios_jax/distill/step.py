@@ -148,7 +148,7 @@ def update(
     (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, batch)
     updates, optimizer = make_optimizer(plan).update(gradients, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics |= {"loss": loss, "grad_norm": optax.global_norm(gradients)}
+    metrics |= {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
     return TrainState(params, optimizer), metrics  # pyright: ignore[reportArgumentType]
 
 

@@ -337,9 +337,9 @@ class _Checkpoints:
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 return self._read(step, like)
-            # What a missing file, and bytes that cannot be decoded, are told by. A disk that cannot
-            # be read now, or memory that does not suffice, says nothing about the checkpoint.
-            except (ValueError, KeyError, FileNotFoundError) as error:
+            except Exception as error:
+                if not _is_damage(error):
+                    raise
                 _logger.warning(
                     "%s: the checkpoint cannot be used, an earlier one is: %s",
                     self._folder / str(step), error,
@@ -355,7 +355,7 @@ class _Checkpoints:
         """
         # Orbax writes while the next step overwrites what was donated: it gets copies.
         arrays = {"state": _copy(state), "best": _copy(best)}
-        content = {"host": dataclasses.asdict(host), "sum": _sum(arrays)}
+        content = {"host": dataclasses.asdict(host), "sum": sum_of(arrays)}
         try:
             self._manager.save(
                 host.step,
@@ -379,7 +379,7 @@ class _Checkpoints:
         )
         arrays, content = read["arrays"], read["host"]
         require(
-            _sum(arrays) == content["sum"], "its arrays do not match their sum: they were damaged"
+            sum_of(arrays) == content["sum"], "its arrays do not match their sum: they were damaged"
         )
         return arrays["state"], arrays["best"], _Host(**content["host"])
 
@@ -409,12 +409,20 @@ def _copy(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _sum(arrays: Any) -> str:
+def sum_of(arrays: Any) -> str:
     """sha256 over all leaves, in the tree's order."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(jax.device_get(arrays)):
         digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a checkpoint's bytes are at fault, and not a disk or memory that fails just now."""
+    cause = error.__cause__ or error
+    is_known = isinstance(cause, ValueError | KeyError | FileNotFoundError)
+    # TensorStore gives errors of the operating system as ValueErrors too.
+    return is_known and "os_error_code" not in str(cause)
 
 
 def _unwritten(folder: Path, error: Exception) -> OSError:

@@ -254,19 +254,21 @@ def test_one_prompts_sequences_are_on_one_side(sequences):
     assert not sides[0] & sides[1] and len(training) + len(held_out) == len(sequences)
 
 
-def test_another_plan_is_trained_beside_and_the_same_one_is_done(sequences, student, tmp_path):
-    def begin(wanted):
+def test_another_training_is_beside_and_the_same_one_is_done(sequences, student, tmp_path):
+    def begin(student, wanted):
         reports = []
         trained = train_student(
             student, sequences, wanted, tmp_path, {"data": 1}, report=reports.append
         )
         return trained, len(reports)
 
-    first, num_steps = begin(plan(2))
-    other, _ = begin(plan(3))
-    assert num_steps == 2 and first.metrics != other.metrics
-    assert {found.parents[1] for found in (first.metrics, other.metrics)} == {tmp_path}
-    again, num_steps = begin(plan(2))
+    first, num_steps = begin(student, plan(2))
+    assert num_steps == 2
+    params = jax.tree.map(lambda leaf: 2 * leaf, student.params)
+    others = [begin(student, plan(3))[0], begin(student._replace(params=params), plan(2))[0]]
+    assert {found.metrics.parents[1] for found in (first, *others)} == {tmp_path}
+    assert len({found.metrics for found in (first, *others)}) == 3
+    again, num_steps = begin(student, plan(2))
     assert num_steps == 0 and again[1:] == first[1:] and equal(again.params, first.params)
 
 
@@ -329,3 +331,16 @@ def test_a_checkpoint_that_cannot_be_read_now_stays(
     reports = []
     again = run(student, sequences, plan(2), tmp_path, report=reports.append)
     assert not reports and equal(again.params, whole.params)
+
+
+def test_a_checkpoint_whose_files_cannot_be_opened_stays(sequences, student, tmp_path):
+    run(student, sequences, plan(2), tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "2"
+    large = [p for p in checkpoint.rglob("d/*") if p.stat().st_size > 2000]
+    assert large
+    for path in large:
+        path.unlink()
+        path.symlink_to(path.name)
+    with pytest.raises(Exception, match="error while reading"):
+        run(student, sequences, plan(2), tmp_path)
+    assert checkpoint.is_dir()
