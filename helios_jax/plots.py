@@ -6,7 +6,7 @@ backend chosen.
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,28 @@ def sweep_picture(report: Mapping[str, Any]) -> Figure:
     waits.set_ylabel("p95 of the time to the first token, s")
     for axes in (met, waits):
         axes.set_xlabel("load (1: what the machine can serve at most)")
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    return figure
+
+
+def training_picture(lines: Sequence[Mapping[str, Any]]) -> Figure:
+    """Loss and acceptance by step of a draft's training: the lines of its metrics.jsonl."""
+    figure = Figure(figsize=(9, 3.8))
+    loss, acceptance = figure.subplots(1, 2)
+
+    def draw(axes: Any, name: str, label: str, color: str, of: Callable[[float], float]) -> None:
+        points = [(line["step"], of(line[name])) for line in lines if name in line]
+        axes.plot(*zip(*points, strict=True), color=color, label=label)
+
+    draw(loss, "loss", "training", COLORS[0], lambda value: value)
+    loss.set_ylabel("loss")
+    draw(acceptance, "total_variation", "training", COLORS[0], lambda value: 1 - value)
+    draw(acceptance, "held_out_total_variation", "held out", COLORS[5], lambda value: 1 - value)
+    acceptance.set_ylabel("acceptance, at most")
+    acceptance.legend(fontsize=8)
+    for axes in (loss, acceptance):
+        axes.set_xlabel("step")
         axes.grid(alpha=0.3)
     figure.tight_layout()
     return figure

@@ -1,6 +1,7 @@
 """Do imports point one way, and does importing the library load only what it needs?"""
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -225,6 +226,18 @@ def test_importing_loads_no_more(statement, absent):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    "module", ["llm", "calibrate", "distill", "distill.overlap", "distill.pairing_experiment"]
+)
+def test_importing_begins_no_backend(module):
+    """A program may still choose its platform, and set its devices up, after the import."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import helios_jax.{module}"], cwd=ROOT, capture_output=True,
+        text=True, timeout=120, env=os.environ | {"JAX_PLATFORMS": "none_such"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_client_needs_no_model():

@@ -46,3 +46,16 @@ def test_a_sweep_has_a_line_per_policy():
     met, _ = figure.axes
     assert met.lines[0].get_ydata().tolist() == [0.875, 0.75]
     assert [text.get_text() for text in met.get_legend().get_texts()] == ["x", "y"]
+
+
+def test_training_is_drawn_by_step():
+    lines = [
+        {"step": 1, "loss": 2.0, "total_variation": 0.75},
+        {"step": 2, "loss": 1.0, "total_variation": 0.5},
+        {"step": 2, "held_out_loss": 1.5, "held_out_total_variation": 0.625},
+    ]
+    loss, acceptance = plots.training_picture(lines).axes
+    assert loss.lines[0].get_xydata().tolist() == [[1, 2], [2, 1]]
+    training, held_out = acceptance.lines
+    assert training.get_xydata().tolist() == [[1, 0.25], [2, 0.5]]
+    assert held_out.get_xydata().tolist() == [[2, 0.375]]

@@ -6,7 +6,7 @@ equal length, end to end. The same files, options and tokenizer give the same to
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +40,8 @@ def load_calibration(
     """Reads calibration files and draws sequences from them.
 
     Args:
-      paths: `.jsonl` files hold one request a line, an object with `prompt` (text) or `messages`
-        (for the chat template); anything else is UTF-8 text.
+      paths: `.jsonl` files hold one request a line, see `conversation_of`; anything else is UTF-8
+        text.
       num_sequences: how many sequences; fewer where the files hold no more.
       held_out: the share of units set aside, 0 to less than 1; rounded up to at least one unit
         unless 0.
@@ -88,17 +88,13 @@ def read_units(path: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
     Raises:
       ValueError: naming the file, and the line of a request.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     if path.suffix == ".jsonl":
         units = [
-            tokenizer.encode(_render(f"{path}:{number}", line, tokenizer))
-            for number, line in enumerate(text.splitlines(), 1)
-            if line.strip()
+            tokenizer.encode(render(where, fields, tokenizer))
+            for where, fields in read_objects(path)
         ]
     else:
+        text = _read_text(path)
         tokens = tokenizer.encode(text) if text else []
         units = [tokens[i : i + window] for i in range(0, len(tokens), window)]
     units = [unit for unit in units if unit]
@@ -106,27 +102,67 @@ def read_units(path: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
     return units
 
 
-def _render(where: str, line: str, tokenizer: Tokenizer) -> str:
-    """The text of one request."""
-    request = parse_object(where, line)
-    if isinstance(request.get("messages"), list):
-        messages = request["messages"]
+def read_objects(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(where, fields) of every line of a JSONL file but empty ones; where is "FILE:LINE".
+
+    Raises:
+      ValueError: naming the file, and the line that is no JSON object.
+    """
+    found = []
+    for number, line in enumerate(_read_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
         try:
-            # A conversation that ends with a question ends where the answer would begin.
-            open_ended = bool(messages) and messages[-1]["role"] != "assistant"
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=open_ended)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}: messages cannot be rendered: {error}") from None
-    if isinstance(request.get("prompt"), str):
-        return request["prompt"]
-    raise ValueError(f"{where}: must have `prompt` (text) or `messages` (a list)")
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: is not JSON: {error}") from None
+        require(isinstance(fields, dict), f"{where}: must be a JSON object, not {line[:40]!r}")
+        found.append((where, fields))
+    return found
 
 
-def parse_object(where: str, line: str) -> dict[str, Any]:
-    """One line of JSONL as a dict; a ValueError names `where`."""
+def conversation_of(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line of prompts asks: {"messages": list} or {"prompt": text}.
+
+    A line has one of `messages`, `turns` (texts of a user, of which the first is asked) and
+    `prompt`; of several the first of these counts.
+
+    Raises:
+      ValueError: naming `where`, which has none of them in its form.
+    """
+    messages, turns, prompt = (fields.get(name) for name in ("messages", "turns", "prompt"))
+    if isinstance(messages, list):
+        return {"messages": messages}
+    if isinstance(turns, list) and turns and isinstance(turns[0], str):
+        return {"messages": [{"role": "user", "content": turns[0]}]}
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    raise ValueError(
+        f"{where}: must have `prompt` (text), `messages` (a list) or `turns` (a list of texts)"
+    )
+
+
+def render(where: str, fields: Mapping[str, Any], tokenizer: Tokenizer) -> str:
+    """The text of a line of prompts, conversations by the chat template; see `conversation_of`.
+
+    Raises:
+      ValueError: naming `where`.
+    """
+    conversation = conversation_of(where, fields)
+    if "prompt" in conversation:
+        return conversation["prompt"]
+    messages = conversation["messages"]
     try:
-        parsed = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: is not JSON: {error}") from None
-    require(isinstance(parsed, dict), f"{where}: must be a JSON object, not {line[:40]!r}")
-    return parsed
+        # A conversation that ends with a question ends where the answer would begin.
+        open_ended = bool(messages) and messages[-1]["role"] != "assistant"
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=open_ended)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: messages cannot be rendered: {error}") from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as UTF-8 text: {error}") from None

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from helios_jax.calibrate.data import parse_object
+from helios_jax.calibrate.data import read_objects, render
 from helios_jax.calibrate.likelihood import likelihoods, split_tokens
 from helios_jax.config import require
 from helios_jax.llm import LLM
@@ -47,15 +47,7 @@ def read_task(path: Path, llm: LLM) -> list[Item]:
     Raises:
       ValueError: naming file, line and field.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as UTF-8 text: {error}") from None
-    items = [
-        _item(f"{path}:{number}", parse_object(f"{path}:{number}", line), llm)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    items = [_item(where, fields, llm) for where, fields in read_objects(path)]
     require(bool(items), f"{path}: holds no items")
     kinds = {bool(item.choices) for item in items}
     require(len(kinds) == 1, f"{path}: mixes items with and without choices; split the file")
@@ -80,14 +72,8 @@ def run_task(items: Sequence[Item], llm: LLM, max_tokens: int = 64) -> dict[str,
 
 
 def _item(where: str, fields: dict[str, Any], llm: LLM) -> Item:
-    prompt = fields.get("prompt")
-    if isinstance(fields.get("messages"), list):
-        try:
-            prompt = llm.tokenizer.apply_chat_template(fields["messages"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}: messages cannot be rendered: {error}") from None
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError(f"{where}: prompt={prompt!r}: must be text (or give `messages`)")
+    prompt = render(where, fields, llm.tokenizer)
+    require(bool(prompt), f"{where}: prompt={prompt!r}: must not be empty")
     answer, choices = fields.get("answer"), fields.get("choices", [])
     if not isinstance(choices, list) or not all(isinstance(c, str) and c for c in choices):
         raise ValueError(f"{where}: choices={choices!r}: must be a list of texts")

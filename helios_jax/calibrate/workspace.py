@@ -18,15 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import filelock
 import ml_dtypes
 import numpy as np
 
+from helios_jax.calibrate.folders import LOCK, claim, locked
 from helios_jax.quant import FLOAT8, QuantTensor
 
 Tree = dict[str, Any]
 
-_RECIPE, _LOCK, _META = "recipe.json", "lock", "leaves"
+_RECIPE, _META = "recipe.json", "leaves"
 _ARRAYS = ("packed", "scale", "zero", "offset", "perm")
 _STATICS = ("bits", "group_size", "span", "implicit_zero")
 _DTYPES = {
@@ -121,26 +121,15 @@ def workspace(folder: Path, identity: dict[str, Any]) -> Iterator[Workspace]:
     Raises:
       ValueError: another process works there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / _LOCK, blocking=False)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise ValueError(f"{folder}: another process is quantising there; wait for it") from None
-    try:
+    with locked(folder, "quantising"):
         recipe = folder / _RECIPE
-        wanted = json.dumps(identity, indent=2, sort_keys=True)
-        fresh = not recipe.exists() or recipe.read_text() != wanted
+        fresh = not recipe.exists() or not claim(recipe, identity)
         if fresh:
             for path in folder.iterdir():
-                if path.name != _LOCK:
+                if path.name != LOCK:
                     path.unlink()
-            partial = folder / f"{_RECIPE}.partial"
-            partial.write_text(wanted)
-            partial.replace(recipe)
+            claim(recipe, identity)
         yield Workspace(folder, fresh)
-    finally:
-        lock.release()
 
 
 def discard(folder: Path) -> None:

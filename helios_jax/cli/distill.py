@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from helios_jax.cli import options
 from helios_jax.cli.options import Debug
 
 if TYPE_CHECKING:
@@ -103,12 +104,7 @@ def distill(
         int, _option("--patience", _TRAIN, "Evaluations without progress that end it; 0: never.")
     ] = 5,
     seed: Annotated[int, _option("--seed", None, "Of everything drawn.")] = 0,
-    tensorboard: Annotated[
-        Path | None, _option("--tensorboard", _TRAIN, "Also log there; needs tensorboardX.")
-    ] = None,
-    plot: Annotated[
-        Path | None, _option("--plot", _TRAIN, "Draw the curves there; needs matplotlib.")
-    ] = None,
+    plot: options.PlotPath = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing native checkpoint.")
     ] = False,
@@ -139,17 +135,20 @@ def distill(
         train_student,
         write_draft,
     )
-    from helios_jax.distill.curves import draw_curves, write_tensorboard
-    from helios_jax.distill.trainer import METRICS
-    from helios_jax.llm import use_compilation_cache
 
-    shape = None if init else _shape(layers, intermediate_size, hidden_size, draft_config,
-                                     vocab_tokens, bits)  # fmt: skip
+    options.check_plot(plot)
+    require(bits in (4, 8, 16), f"bits={bits}: must be 8, 4 or 16 (bfloat16)")
+    of_shape = {
+        "layers": layers, "intermediate_size": intermediate_size, "hidden_size": hidden_size,
+        "draft_config": draft_config, "vocab_tokens": vocab_tokens,
+    }  # fmt: skip
+    named = [f"{name}={value}" for name, value in of_shape.items() if value is not None]
     require(
-        init is None or (layers, draft_config, vocab_tokens) == (None, None, None),
-        f"init={init!r} with layers={layers}, draft_config={draft_config}, vocab_tokens="
-        f"{vocab_tokens}: an old draft has its shape already; leave the others out",
+        init is None or not named,
+        f"init={init!r} with {', '.join(named)}: an old draft has its shape already; leave the "
+        "others out",
     )
+    shape = None if init is not None else _shape(**of_shape, bits=bits)
     plan = TrainingPlan(
         optimizer=OptimizerPlan(
             learning_rate=learning_rate, num_steps=steps, num_warmup_steps=warmup,
@@ -164,8 +163,15 @@ def distill(
         max_tokens=max_tokens, top_k=top_k or None, seed=seed,
     )  # fmt: skip
     check_target(out, overwrite)
-    use_compilation_cache()
     path = hub.resolve(target)
+    checkpoint = open_checkpoint(path)
+    identity = target_identity(path)
+    # What cannot be is refused here: sampling may take hours.
+    student = None
+    if init is not None:
+        student = read_draft(hub.resolve(init), checkpoint.tokenizer)
+    if shape is not None:
+        shape.check(checkpoint.config)
     work = out.absolute().parent / f".{out.name}.distilling"
     llm = load_target(path, dtype=dtype, max_model_len=max_model_len, max_num_seqs=32)
     asked = read_prompts(prompts, llm.tokenizer, llm.max_model_len - max_tokens)
@@ -176,19 +182,12 @@ def distill(
                 lambda done, total: progress("sampling", done, total), _say,
             )  # fmt: skip
         sequences = samples.sequences()
-        if init is not None:
-            student = read_draft(hub.resolve(init))
-        else:
+        if student is None:
             assert shape is not None
-            checkpoint = open_checkpoint(path)
-            student = make_student(
-                shape, checkpoint.config, read_params(checkpoint), sequences, seed
-            )
-        began = {"init": init, "shape": None if shape is None else shape.to_dict()}
+            student = make_student(shape, llm.config, read_params(checkpoint), sequences, seed)
         trained = train_student(
-            student, sequences, plan, work / "training", {**samples.identity, **began},
-            teacher=Teacher(llm.model, llm.params, sampling.top_k), prompts=asked,
-            sampling=sampling,
+            student, sequences, plan, work / "training", samples.identity,
+            teacher=Teacher(llm.model, llm.params, sampling.top_k), sampling=sampling,
             report=lambda p: _say(
                 f"step {p.step} of {p.num_steps}, {p.tokens_per_second:.0f} tokens/s, "
                 f"{p.seconds_left:.0f} s left: loss {p.metrics['loss']:.4f}, acceptance "
@@ -199,21 +198,23 @@ def distill(
         _say(f"helios: interrupted; the same command goes on from {work}")
         raise
     source = {
-        **target_identity(path), "target": target, **began, "sampling": sampling.to_dict(),
+        **identity, "target": target, "init": init,
+        "shape": None if shape is None else shape.to_dict(), "sampling": sampling.to_dict(),
         "num_sampled_tokens": sum(len(s.tokens) - s.num_prompt for s in sequences),
         "prompts": {"files": [file.name for file in prompts], "number": len(asked)},
         "training": plan.to_dict(), "best_step": trained.step,
+        # An upper bound, at temperature 1, see `Trained`.
         "held_out_acceptance": trained.acceptance, "circumstances": circumstances(),
     }  # fmt: skip
     write_draft(student, trained.params, llm.tokenizer, out, source, None if bits == 16 else bits,
                 overwrite)  # fmt: skip
-    metrics = work / "training" / METRICS
     if plot is not None:
-        draw_curves(metrics, plot)
-    if tensorboard is not None:
-        write_tensorboard(metrics, tensorboard)
+        from helios_jax import plots
+
+        lines = trained.metrics.read_text(encoding="utf-8").splitlines()
+        plots.save(plots.training_picture([json.loads(line) for line in lines]), plot)
     ended = "no progress" if trained.stopped_early else "all steps"
-    _say(f"{ended}; best at step {trained.step}: acceptance {trained.acceptance:.4f}")
+    _say(f"{ended}; best at step {trained.step}: acceptance at most {trained.acceptance:.4f}")
     print(out)
 
 
@@ -221,9 +222,16 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _shape(layers, intermediate_size, hidden_size, config, vocab_tokens, bits) -> "DraftShape":
+def _shape(
+    layers, intermediate_size, hidden_size, draft_config, vocab_tokens, bits
+) -> "DraftShape":
     from helios_jax.distill import DraftShape, PrunedShape
 
+    if layers is None and (intermediate_size, hidden_size) != (None, None):
+        raise ValueError(
+            f"intermediate_size={intermediate_size}, hidden_size={hidden_size}: are of a pruned "
+            "target; give --layers too, or put them into --draft-config"
+        )
     pruned = None
     if layers is not None:
         try:
@@ -234,16 +242,17 @@ def _shape(layers, intermediate_size, hidden_size, config, vocab_tokens, bits) -
             ) from None
         pruned = PrunedShape(numbers, intermediate_size, hidden_size)
     fields: Any = {}
-    if config is not None:
+    if draft_config is not None:
         try:
-            fields = json.loads(config)
+            fields = json.loads(draft_config)
         except json.JSONDecodeError as error:
-            raise ValueError(f"draft_config={config!r}: is not JSON: {error}") from None
+            raise ValueError(f"draft_config={draft_config!r}: is not JSON: {error}") from None
         if not isinstance(fields, dict):
-            raise ValueError(f"draft_config={config!r}: must be a JSON object")
+            raise ValueError(f"draft_config={draft_config!r}: must be a JSON object")
     if (pruned is None) == (not fields):
         raise ValueError(
-            f"layers={layers}, draft_config={config}: one of them says what the draft is, or --init"
+            f"layers={layers}, draft_config={draft_config}: one of them says what the draft is, or "
+            "--init"
         )
     return DraftShape(
         pruned, tuple(sorted(fields.items())), vocab_tokens, None if bits == 16 else bits

@@ -38,6 +38,19 @@ class PrunedShape:
     intermediate_size: int | None = None
     hidden_size: int | None = None
 
+    def check(self, target: ModelConfig) -> None:
+        """Raises ValueError for a layer or size that the target does not have."""
+        require(
+            bool(self.layers) and all(0 <= layer < target.num_layers for layer in self.layers),
+            f"layers={self.layers}: must be one or more of 0..{target.num_layers - 1}",
+        )
+        for name in ("intermediate_size", "hidden_size"):
+            value, most = getattr(self, name), getattr(target, name)
+            require(
+                value is None or 1 <= value <= most,
+                f"{name}={value}: must be in 1..{most} (target)",
+            )
+
 
 def reduce_vocabulary(
     counts_V: np.ndarray, table_VD: np.ndarray, num_tokens: int, always: Sequence[int] = ()
@@ -50,10 +63,7 @@ def reduce_vocabulary(
       always: ids that are in it whatever their counts: beginning and end of a sequence.
     """
     V = len(counts_V)
-    require(
-        len(set(always)) <= num_tokens <= V,
-        f"draft vocabulary of {num_tokens} tokens: must be in {len(set(always))}..{V}",
-    )
+    check_vocab_tokens(num_tokens, V, always)
     counts = np.asarray(counts_V, np.int64).copy()
     counts[list(always)] = counts.max() + 1
     ids_U = np.sort(np.argsort(-counts, kind="stable")[:num_tokens]).astype(np.int32)
@@ -64,6 +74,15 @@ def reduce_vocabulary(
         nearest_V[first : first + 4096] = np.argmax(table[first : first + 4096] @ table[ids_U].T, 1)
     nearest_V[ids_U] = np.arange(num_tokens)
     return DraftVocabulary(ids_U, nearest_V)
+
+
+def check_vocab_tokens(num_tokens: int, vocab_size: int, always: Sequence[int]) -> None:
+    """Raises ValueError where a target's vocabulary cannot be reduced to so many tokens."""
+    least = max(1, len(set(always)))
+    require(
+        least <= num_tokens <= vocab_size,
+        f"vocab_tokens={num_tokens}: a draft's vocabulary must be of {least}..{vocab_size} tokens",
+    )
 
 
 def prune(
@@ -83,17 +102,7 @@ def prune(
     Raises:
       ValueError: a layer or size that the model does not have.
     """
-    require(
-        bool(shape.layers) and all(0 <= layer < config.num_layers for layer in shape.layers),
-        f"layers={shape.layers}: must be one or more of 0..{config.num_layers - 1}",
-    )
-    F, D = config.intermediate_size, config.hidden_size
-    for name, value, most in (
-        ("intermediate_size", shape.intermediate_size, F), ("hidden_size", shape.hidden_size, D)
-    ):  # fmt: skip
-        require(
-            value is None or 1 <= value <= most, f"{name}={value}: must be in 1..{most} (target)"
-        )
+    shape.check(config)
     tree = dense(params)["params"]
     table_VD = tree["embed"]["embedding"]
     kept_D = _largest(np.linalg.norm(table_VD, axis=0), shape.hidden_size)
@@ -112,7 +121,7 @@ def prune(
         config,
         num_layers=len(shape.layers),
         hidden_size=len(kept_D),
-        intermediate_size=shape.intermediate_size or F,
+        intermediate_size=shape.intermediate_size or config.intermediate_size,
         **_special_tokens(config, vocabulary),
     )
     return narrowed, {"params": jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), pruned)}
@@ -147,6 +156,11 @@ def draft_config(
     Raises:
       ValueError: a field that there is not, or a value that breaks its rule.
     """
+    require(
+        "vocab_size" not in changes,
+        f"vocab_size={changes.get('vocab_size')}: a draft's tokens are the target's, or the most "
+        "frequent ones of them; give vocab_tokens instead",
+    )
     fields = config.to_dict() | changes
     special = _special_tokens(config, vocabulary)
     return ModelConfig.from_dict(fields | special)

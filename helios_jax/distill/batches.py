@@ -61,7 +61,6 @@ class Batches:
         self._tokens_per_batch, self._seed = tokens_per_batch, seed
         self._rows_multiple = rows_multiple
         self._vocabulary = vocabulary
-        self._draft_ids_V = None if vocabulary is None else vocabulary.draft_ids_V
         self._by_width: dict[int, list[int]] = {}
         for index, sequence in enumerate(self._sequences):
             self._by_width.setdefault(width_of(len(sequence.tokens)), []).append(index)
@@ -75,7 +74,7 @@ class Batches:
         width, members = self._order(number // self.num_per_pass)[number % self.num_per_pass]
         return to_batch(
             [self._sequences[index] for index in members],
-            width, self._num_rows(width), self._vocabulary, self._draft_ids_V,
+            width, self._num_rows(width), self._vocabulary,
         )  # fmt: skip
 
     def in_order(self) -> list[Batch]:
@@ -85,7 +84,7 @@ class Batches:
             rows = self._num_rows(width)
             for first in range(0, len(members), rows):
                 chosen = [self._sequences[index] for index in members[first : first + rows]]
-                batches.append(to_batch(chosen, width, rows, self._vocabulary, self._draft_ids_V))
+                batches.append(to_batch(chosen, width, rows, self._vocabulary))
         return batches
 
     def _num_rows(self, width: int) -> int:
@@ -113,7 +112,6 @@ def to_batch(
     width: int,
     num_rows: int,
     vocabulary: DraftVocabulary | None = None,
-    draft_ids_V: np.ndarray | None = None,
 ) -> Batch:
     """Sequences as arrays of `num_rows` rows of `width` tokens."""
     tokens_BT, positions_BT = pad([sequence.tokens for sequence in sequences], width, num_rows)
@@ -135,7 +133,7 @@ def to_batch(
         counts_BT[row, place] = 1
         next_BT[row, place] = sequence.tokens[sequence.num_prompt :]
     if vocabulary is not None:
-        assert draft_ids_V is not None
+        draft_ids_V = vocabulary.draft_ids_V
         tokens_BT = vocabulary.nearest_V[tokens_BT]
         next_BT = np.where(next_BT >= 0, draft_ids_V[np.maximum(next_BT, 0)], -1)
         if ids_BTK is not None:

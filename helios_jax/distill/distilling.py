@@ -1,7 +1,8 @@
 """How does a target, prompts and a shape become a draft? The whole way, in one folder.
 
-    OUT/                   the draft: a native checkpoint, once it is done
-    .OUT.distilling/       meanwhile: samples/, on_policy/, training/; it stays, for another draft
+    OUT/                            the draft: a native checkpoint, once it is done
+    .OUT.distilling/samples/        what the target says; for every draft that is made of it
+    .OUT.distilling/training/HASH/  one training: of one student, plan and data
 
 Interrupted work goes on where it was when the same call is made again.
 """
@@ -14,16 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from helios_jax.calibrate.data import read_units
+from helios_jax.calibrate.folders import locked
 from helios_jax.config import ModelConfig, require
 from helios_jax.distill import store
 from helios_jax.distill.architectures import (
     PrunedShape,
+    check_vocab_tokens,
+    dense,
     draft_config,
     initialise,
     num_params,
@@ -33,14 +36,17 @@ from helios_jax.distill.architectures import (
 from helios_jax.distill.on_policy import sampler
 from helios_jax.distill.sampling import SamplingPlan, sample
 from helios_jax.distill.teacher import Teacher
-from helios_jax.distill.trainer import Progress, Trained, TrainingPlan, train
-from helios_jax.llm import LLM
+from helios_jax.distill.trainer import Progress, Trained, TrainingPlan, split, sum_of, train
+from helios_jax.llm import LLM, load
 from helios_jax.model import Transformer
-from helios_jax.model.forms import serving_form
 from helios_jax.model.params import Params
 from helios_jax.quant import Scheme, rtn
 from helios_jax.speculative import DraftVocabulary
-from helios_jax.speculative.pairing import TARGET_FINGERPRINT, params_fingerprint
+from helios_jax.speculative.pairing import (
+    TARGET_FINGERPRINT,
+    params_fingerprint,
+    require_same_tokens,
+)
 from helios_jax.tokenizer import Tokenizer
 
 _REDUCED = "draft_vocabulary_tokens"
@@ -69,6 +75,15 @@ class DraftShape:
         )
         require(self.bits in (None, 4, 8), f"bits={self.bits}: must be 4, 8 or None (bfloat16)")
 
+    def check(self, target: ModelConfig) -> None:
+        """Raises ValueError where a target of this configuration has no such draft."""
+        if self.pruned is not None:
+            self.pruned.check(target)
+        else:
+            draft_config(target, **dict(self.config))
+        if self.vocab_tokens is not None:
+            check_vocab_tokens(self.vocab_tokens, target.vocab_size, _always(target))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return dataclasses.asdict(self) | {"config": dict(self.config)}
@@ -84,15 +99,11 @@ class Student(NamedTuple):
 
 def load_target(path: Path, *, dtype: str, max_model_len: int, max_num_seqs: int) -> LLM:
     """The target as it samples: no prefix caching, see `sampling`."""
-    from checkpoints_conv import open_checkpoint, read_params
+    from checkpoints_conv import open_checkpoint
 
-    checkpoint = open_checkpoint(path)
-    eos = dict.fromkeys((*checkpoint.config.eos_token_ids, *checkpoint.tokenizer.eos_token_ids))
-    config = dataclasses.replace(checkpoint.config, eos_token_ids=tuple(eos))
-    form = serving_form(config, read_params(checkpoint), dtype)
-    return LLM(
-        form, checkpoint.tokenizer, config=config,
-        max_model_len=min(max_model_len, config.max_model_len), max_num_seqs=max_num_seqs,
+    return load(
+        path, dtype=dtype, max_num_seqs=max_num_seqs,
+        max_model_len=min(max_model_len, open_checkpoint(path).config.max_model_len),
         max_num_batched_tokens=1024, enable_prefix_caching=False, seed=0,
     )  # fmt: skip
 
@@ -153,7 +164,13 @@ def make_student(
     sequences: Sequence[store.Sequence],
     seed: int = 0,
 ) -> Student:
-    """The draft before training."""
+    """The draft before training.
+
+    Args:
+      target_config: as it serves (`LLM.config`), with all tokens that end a sequence.
+      target_params: as they are stored.
+      sequences: sampled; a reduced vocabulary has the most frequent tokens of them.
+    """
     vocabulary = None
     if shape.vocab_tokens is not None:
         counts_V = np.zeros(target_config.vocab_size, np.int64)
@@ -161,11 +178,9 @@ def make_student(
             np.add.at(counts_V, sequence.tokens[sequence.num_prompt :], 1)
         table = target_params["params"]["embed"]["embedding"]
         table = table.dequantize() if hasattr(table, "dequantize") else table
-        special = [target_config.bos_token_id, *target_config.eos_token_ids]
         vocabulary = reduce_vocabulary(
-            counts_V, np.asarray(table), shape.vocab_tokens,
-            always=sorted({token for token in special if token is not None}),
-        )  # fmt: skip
+            counts_V, np.asarray(table), shape.vocab_tokens, _always(target_config)
+        )
     if shape.pruned is not None:
         config, params = prune(target_config, target_params, shape.pruned, vocabulary)
     else:
@@ -182,45 +197,48 @@ def train_student(
     identity: Mapping[str, Any],
     *,
     teacher: Teacher | None = None,
-    prompts: Sequence[Sequence[int]] = (),
     sampling: SamplingPlan | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
-    **mesh: Any,
 ) -> Trained:
-    """`trainer.train` in a folder that belongs to one student, plan and data.
+    """`trainer.train` in a folder below `folder` that belongs to one student, plan and data.
+
+    The student's own samples begin with the prompts of training sequences, never with held-out
+    ones.
 
     Args:
-      identity: JSON-ready, of the data and what the student begins with.
-      teacher, prompts, sampling: needed for on-policy data.
-      mesh: `mesh` and `rules` of `train`.
+      identity: JSON-ready, of the data.
+      teacher, sampling: needed for on-policy data.
 
     Raises:
-      ValueError: another process trains there, or something else was trained there.
+      ValueError: another process trains there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    described = {**identity, "plan": plan.to_dict(), "student": student.config.to_dict()}
-    lock = filelock.FileLock(folder / "lock", blocking=False)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise ValueError(f"{folder}: another process is training there; wait for it") from None
-    with lock:
-        _claim(folder / "run.json", described)
+    vocabulary = student.vocabulary
+    tokens = () if vocabulary is None else (vocabulary.ids_U, vocabulary.nearest_V)
+    described = {
+        **identity, "plan": plan.to_dict(), "student": student.config.to_dict(),
+        "student_sha256": sum_of((student.params, tokens)),
+        "on_policy": None if sampling is None else sampling.to_dict(),
+    }  # fmt: skip
+    text = json.dumps(described, sort_keys=True)
+    own = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+    with locked(own, "training"):
         model = Transformer(student.config)
         on_policy = None
         if plan.on_policy:
             require(
-                teacher is not None and sampling is not None and bool(prompts),
-                "on_policy: needs the teacher, prompts and a sampling plan",
+                teacher is not None and sampling is not None,
+                f"on_policy={plan.on_policy}: needs the teacher and a sampling plan",
             )
             assert teacher is not None and sampling is not None
+            training, _ = split(sequences, plan)
+            prompts = dict.fromkeys(tuple(s.tokens[: s.num_prompt].tolist()) for s in training)
             on_policy = sampler(
-                model, teacher, prompts, sampling, plan.on_policy_sequences, folder / "on_policy",
-                described, student.vocabulary,
+                model, teacher, list(prompts), sampling, plan.on_policy_sequences,
+                own / "on_policy", described, vocabulary,
             )  # fmt: skip
         return train(
-            model, student.params, sequences, plan, folder, vocabulary=student.vocabulary,
-            on_policy=on_policy, report=report, **mesh,
+            model, student.params, sequences, plan, own, vocabulary=vocabulary,
+            on_policy=on_policy, report=report,
         )  # fmt: skip
 
 
@@ -261,14 +279,27 @@ def write_draft(
     write_checkpoint(checkpoint, out, overwrite=overwrite)
 
 
-def read_draft(path: Path) -> Student:
-    """A draft on the disk, dequantised, to go on training with (`--init`)."""
+def read_draft(path: Path, tokenizer: Tokenizer) -> Student:
+    """A draft on the disk, dequantised, to go on training with (`--init`).
+
+    Args:
+      tokenizer: the target's.
+
+    Raises:
+      ValueError: the draft's tokens are not the target's.
+    """
     from checkpoints_conv import open_checkpoint, read_params
-    from helios_jax.distill.architectures import dense
 
     checkpoint = open_checkpoint(path)
+    require_same_tokens(tokenizer, checkpoint.tokenizer)
     params = dense(read_params(checkpoint))
     return Student(checkpoint.config, params, checkpoint.draft_vocabulary)
+
+
+def _always(config: ModelConfig) -> list[int]:
+    """Tokens that every draft's vocabulary has: those that begin and end a sequence."""
+    special = {config.bos_token_id, *config.eos_token_ids}
+    return sorted(token for token in special if token is not None)
 
 
 def _stored(params: Params, bits: int | None):
@@ -299,17 +330,3 @@ def _in_order(leaves: dict, config: ModelConfig):
 
 def _reduced(student: Student) -> int | None:
     return None if student.vocabulary is None else len(student.vocabulary.ids_U)
-
-
-def _claim(path: Path, described: dict[str, Any]) -> None:
-    wanted = json.dumps(described, indent=2, sort_keys=True)
-    if path.exists():
-        require(
-            path.read_text() == wanted,
-            f"{path.parent}: another draft was trained there, or this one otherwise; choose "
-            "another folder, or remove it",
-        )
-        return
-    partial = path.with_suffix(".partial")
-    partial.write_text(wanted)
-    partial.replace(path)

@@ -15,10 +15,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from helios_jax.distill.acceptance import Row, read_prompts, run_prompts, summarise, teacher_forced
-from helios_jax.distill.acceptance import draft_of as model_of
+from helios_jax.distill import acceptance_command
+from helios_jax.distill.acceptance import read_prompts
+from helios_jax.distill.acceptance_report import Row, to_markdown
 
 
 def quantise(source: Path, bits: int, out: Path) -> None:
@@ -50,22 +50,18 @@ def measure(target: Path, draft: Path, name: str, given: argparse.Namespace) -> 
         # That the draft is of another target is what is measured.
         warnings.simplefilter("ignore", UserWarning)
         config = {"model": str(draft), "num_speculative_tokens": 4, "controller": "fixed"}
-        speculation, extra = load_speculation(config, target, checkpoint.tokenizer, "bfloat16")
+        proposer = load_speculation(config, target, checkpoint.tokenizer, "bfloat16")
     prompts = read_prompts(given.prompts, checkpoint.tokenizer, given.per_category, 512)
     eos = sorted({*checkpoint.config.eos_token_ids, *checkpoint.tokenizer.eos_token_ids})
-    served = form.model, form.params
-    counts = run_prompts(
-        served, speculation, extra, prompts, given.temperature or [0.0, 1.0],
+    return acceptance_command.measure(
+        name, (form.model, form.params), proposer, prompts, given.temperature or [0.0, 1.0],
         max_tokens=given.max_tokens, eos_token_ids=eos,
     )  # fmt: skip
-    drafting: Any = model_of(extra, speculation)
-    return summarise(name, counts, teacher_forced(served, drafting, counts))
 
 
 def main() -> None:
     from helios_jax import hub
     from helios_jax.calibrate.record import circumstances
-    from helios_jax.distill.acceptance import to_markdown
     from helios_jax.llm import use_compilation_cache
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

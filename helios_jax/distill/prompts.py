@@ -15,15 +15,12 @@ target's rounding.
 """
 
 import argparse
-import hashlib
 import json
-import platform
 import pydoc_data.topics
 import random
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from helios_jax.llm import LLM, load
 from helios_jax.sampling import SamplingParams
@@ -113,21 +110,6 @@ def with_passages(count: int, seed: int) -> list[str]:
         first = draw.randrange(max(1, len(text) - length))
         messages.append(draw.choice(TASKS).format(passage=" ".join(text[first : first + length])))
     return messages
-
-
-def describe() -> dict[str, Any]:
-    """Where the texts come from, JSON-ready, for manifests."""
-    openers = hashlib.sha256(json.dumps(OPENERS).encode()).hexdigest()
-    text = json.dumps(pydoc_data.topics.topics, sort_keys=True)
-    return {
-        "self_written": {"openers_sha256": openers, "temperature": 1.0},
-        "passages": {
-            "source": "pydoc_data.topics",
-            "python": platform.python_version(),
-            "licence": "PSF-2.0",
-            "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        },
-    }
 
 
 def _unfinished(llm: LLM, start: str) -> list[int]:

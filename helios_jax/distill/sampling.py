@@ -107,8 +107,8 @@ def sample(
     )
     plan_of = {"plan": plan.to_dict()}
     with stores.open_store(folder, {**identity, **plan_of}) as store:
-        for message in store.damaged:
-            warn(f"{message}; it is sampled again")
+        for path in store.damaged:
+            warn(f"{path}: does not match the sum in its name; it is sampled again")
         teacher = Teacher(llm.model, llm.params, plan.top_k)
         for shard in range(plan.num_shards):
             progress(shard, plan.num_shards)

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from helios_jax.config import ModelConfig
 from helios_jax.distill.speed import predicted_speed_up
 from helios_jax.profiler import GPUS, Formats
+from helios_jax.speculative.controller import expected_tokens
 
 _ACCEPTANCES = (0.4, 0.5, 0.6)
 _MAX_DRAFT_TOKENS = 4
@@ -34,17 +36,11 @@ def best_speed_up(
     Args:
       verify_seconds_T: a pass over 1, 2, … tokens.
     """
-    found = [
-        (
-            _tokens(acceptance, g)
-            * verify_seconds_T[0]
-            / (verify_seconds_T[g] + g * draft_seconds),
-            g,
-        )
-        for g in range(len(verify_seconds_T))
-    ]
-    speed_up, number = max(found)
-    return float(speed_up), number
+    num_draft_T = np.arange(len(verify_seconds_T))
+    seconds_T = verify_seconds_T + num_draft_T * draft_seconds
+    speed_up_T = _tokens(acceptance, len(num_draft_T) - 1) * verify_seconds_T[0] / seconds_T
+    number = int(np.argmax(speed_up_T))
+    return float(speed_up_T[number]), number
 
 
 def least_acceptance(draft_seconds: float, verify_seconds_T: np.ndarray) -> float:
@@ -57,13 +53,14 @@ def least_acceptance(draft_seconds: float, verify_seconds_T: np.ndarray) -> floa
 
 def predicted(acceptance: float, predict: Callable[[int, float], float]) -> tuple[float, int]:
     """The same by the byte model: `predict` takes draft tokens and tokens per round."""
-    found = [(1.0, 0)]
-    found += [(predict(g, _tokens(acceptance, g)), g) for g in range(1, 2 * _MAX_DRAFT_TOKENS + 1)]
-    return max(found)
+    tokens_T = _tokens(acceptance, 2 * _MAX_DRAFT_TOKENS)
+    found = [(predict(g, float(tokens_T[g])), g) for g in range(1, len(tokens_T))]
+    return max([(1.0, 0), *found])
 
 
-def _tokens(acceptance: float, num_draft_tokens: int) -> float:
-    return sum(acceptance**i for i in range(num_draft_tokens + 1))
+def _tokens(acceptance: float, max_num_draft_tokens: int) -> np.ndarray:
+    """Expected tokens of a round by its draft tokens, 0 to the most."""
+    return np.asarray(expected_tokens(jnp.asarray([acceptance]), max_num_draft_tokens))[0]
 
 
 def main() -> None:

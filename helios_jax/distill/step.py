@@ -20,7 +20,7 @@ from helios_jax.config import require
 from helios_jax.distill.batches import Batch
 from helios_jax.distill.losses import LossWeights, losses, weighted_loss
 from helios_jax.model import Transformer, param_shardings
-from helios_jax.model.compiler import COMPILER_OPTIONS
+from helios_jax.model.compiler import jit
 from helios_jax.model.params import Params
 
 
@@ -66,9 +66,8 @@ class OptimizerPlan:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """step: int32 scalar, batches done; params: float32 masters; optimizer: optax's state."""
+    """params: float32 masters; optimizer: optax's state."""
 
-    step: Array
     params: Params
     optimizer: Any
 
@@ -99,7 +98,7 @@ def make_optimizer(plan: OptimizerPlan) -> optax.GradientTransformation:
 def init_state(params: Params, plan: OptimizerPlan) -> TrainState:
     """The state before the first step; `params` is copied, as the state is donated."""
     masters = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
-    return TrainState(jnp.int32(0), masters, make_optimizer(plan).init(masters))
+    return TrainState(masters, make_optimizer(plan).init(masters))
 
 
 def state_shardings(
@@ -122,7 +121,7 @@ def state_shardings(
         optimizer, lambda _, sharding: sharding, shapes, params,
         transform_non_params=lambda _: whole,
     )  # fmt: skip
-    return TrainState(whole, params, moments)  # pyright: ignore[reportArgumentType]
+    return TrainState(params, moments)
 
 
 def batch_loss(
@@ -149,9 +148,8 @@ def update(
     (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, batch)
     updates, optimizer = make_optimizer(plan).update(gradients, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
-    squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradients)]
-    metrics |= {"loss": loss, "grad_norm": jnp.sqrt(sum(squares, start=jnp.float32(0)))}
-    return TrainState(state.step + 1, params, optimizer), metrics  # pyright: ignore
+    metrics |= {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
+    return TrainState(params, optimizer), metrics  # pyright: ignore[reportArgumentType]
 
 
 @functools.lru_cache
@@ -164,21 +162,13 @@ def train_step(
       shardings: `Frozen` shardings that the new state keeps; None on one device.
     """
     more: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings.tree, None)}
-    return jax.jit(
-        functools.partial(update, model, plan, weights),
-        donate_argnames="state",
-        compiler_options=COMPILER_OPTIONS.get(jax.default_backend()),
-        **more,
-    )
+    return jit(functools.partial(update, model, plan, weights), donate_argnames="state", **more)
 
 
 @functools.lru_cache
 def eval_step(model: Transformer, weights: LossWeights):
     """The compiled `batch_loss`, (params, batch) -> (loss, means)."""
-    return jax.jit(
-        functools.partial(batch_loss, model, weights),
-        compiler_options=COMPILER_OPTIONS.get(jax.default_backend()),
-    )
+    return jit(functools.partial(batch_loss, model, weights))
 
 
 class Frozen:

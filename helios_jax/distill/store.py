@@ -5,7 +5,7 @@
 
 A shard appears complete or not at all, and its name says what its bytes sum to, so that a killed
 run, a full disk and a damaged disk leave nothing that could be taken for data: the shards that are
-missing are written by the next run.
+missing are written by the next run. Sums are checked when a store is opened.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import filelock
 import numpy as np
 
+from helios_jax.calibrate.folders import claim, locked
 from helios_jax.config import require
 
-_IDENTITY, _LOCK = "store.json", "lock"
+_IDENTITY = "store.json"
 _NAME = re.compile(r"shard_(\d{5})-([0-9a-f]{16})\.npz")
 
 
@@ -73,18 +73,18 @@ class Store:
 
     Attributes:
       identity: JSON-ready, what the sequences are samples of.
-      damaged: in words, the shards that were there and are of no use.
+      damaged: shards that were there and do not match the sum in their names.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
         self.folder = folder
         self.identity = identity
-        self.damaged: list[str] = []
+        self.damaged: list[Path] = []
         self._shards: dict[int, Path] = {}
         for path in sorted(folder.glob("shard_*.npz")):
             named = _NAME.fullmatch(path.name)
             if named is None or _sum(path.read_bytes()) != named[2]:
-                self.damaged.append(f"{path}: does not match the sum in its name")
+                self.damaged.append(path)
             else:
                 self._shards[int(named[1])] = path
 
@@ -130,17 +130,10 @@ class Store:
         """The sequences of a shard.
 
         Raises:
-          ValueError: it is missing or damaged.
+          ValueError: it is missing.
         """
         require(index in self._shards, f"{self.folder}: has no shard {index}; sample it again")
-        path = self._shards[index]
-        content = path.read_bytes()
-        require(
-            _sum(content) == path.name[-20:-4],
-            f"{path}: does not match the sum in its name: it was changed or damaged; the same "
-            "command samples it again",
-        )
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        with np.load(self._shards[index], allow_pickle=False) as arrays:
             return _from_arrays(arrays)
 
     def sequences(self) -> list[Sequence]:
@@ -150,35 +143,22 @@ class Store:
 
 @contextlib.contextmanager
 def open_store(folder: Path, identity: dict[str, Any]) -> Iterator[Store]:
-    """The store at `folder`, locked; made where there is none.
+    """The store at `folder`, locked; made where there is none. Damaged shards are removed.
 
     Raises:
       ValueError: another process works there, or it holds samples of something else.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / _LOCK, blocking=False)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise ValueError(f"{folder}: another process is sampling there; wait for it") from None
-    try:
+    with locked(folder, "sampling"):
         path = folder / _IDENTITY
-        wanted = json.dumps(identity, indent=2, sort_keys=True)
-        if path.exists():
-            require(
-                path.read_text() == wanted,
+        if not claim(path, identity):
+            raise ValueError(
                 f"{folder}: holds samples that were made otherwise ({_difference(path, identity)});"
-                " choose another folder, or remove it",
+                " choose another folder, or remove it"
             )
-        else:
-            partial = folder / f"{_IDENTITY}.partial"
-            partial.write_text(wanted)
-            partial.replace(path)
-        for leftover in folder.glob("shard_*.partial"):
-            leftover.unlink()
-        yield Store(folder, identity)
-    finally:
-        lock.release()
+        store = Store(folder, identity)
+        for useless in (*folder.glob("shard_*.partial"), *store.damaged):
+            useless.unlink()
+        yield store
 
 
 def read_store(folder: Path) -> Store:

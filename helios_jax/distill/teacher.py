@@ -1,6 +1,6 @@
 """What does the teacher find of given sequences? Its distributions, teacher-forced, in batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax import Array
 
 from helios_jax.distill.store import Labels
 from helios_jax.model import Transformer
-from helios_jax.model.compiler import COMPILER_OPTIONS
+from helios_jax.model.compiler import jit
 from helios_jax.sampling.rows import largest
 
 # Lengths that sequences are padded to, and tokens that go through the model together.
@@ -49,7 +49,7 @@ class Teacher:
 
     def _label(self, sequences, width: int, num_rows: int) -> list[Labels]:
         tokens_BT, positions_BT = pad([tokens for tokens, _ in sequences], width, num_rows)
-        hidden_BTD = np.asarray(_hidden(self.model, self.params, tokens_BT, positions_BT))
+        hidden_BTD = np.asarray(hidden_states(self.model, self.params, tokens_BT, positions_BT))
         scored_BT = np.zeros((num_rows, width), bool)
         for row, (tokens, num_prompt) in enumerate(sequences):
             scored_BT[row, num_prompt - 1 : len(tokens) - 1] = True
@@ -63,11 +63,9 @@ class Teacher:
     def of_hidden(self, hidden_ND: np.ndarray) -> Labels:
         """`Labels` at final hidden states."""
         parts = []
-        for first in range(0, len(hidden_ND), _CHUNK):
-            chunk_CD = hidden_ND[first : first + _CHUNK]
-            filled_CD = np.pad(chunk_CD, ((0, _CHUNK - len(chunk_CD)), (0, 0)))
-            scored = jax.device_get(_score(self.model, self.params, filled_CD, self.top_k))
-            parts.append(Labels(*scored)[: len(chunk_CD)])
+        for number, hidden_CD in chunks(hidden_ND):
+            scored = jax.device_get(_score(self.model, self.params, hidden_CD, self.top_k))
+            parts.append(Labels(*scored)[:number])
         ids = [part.ids_NK for part in parts]
         return Labels(
             None if self.top_k is None else np.concatenate(ids),  # pyright: ignore[reportArgumentType]
@@ -76,9 +74,17 @@ class Teacher:
         )
 
 
-def width_of(length: int) -> int:
-    """The smallest of `WIDTHS` that holds so many tokens."""
-    return next((width for width in WIDTHS if width >= length), length)
+def chunks(*arrays_ND: np.ndarray) -> Iterator[tuple[Any, ...]]:
+    """(positions, [C, D] of each array): `_CHUNK` positions at a time, the last ones filled up."""
+    for first in range(0, len(arrays_ND[0]), _CHUNK):
+        parts = [array_ND[first : first + _CHUNK] for array_ND in arrays_ND]
+        number = len(parts[0])
+        yield number, *(np.pad(part, ((0, _CHUNK - number), (0, 0))) for part in parts)
+
+
+def width_of(length: int, widths: Sequence[int] = WIDTHS) -> int:
+    """The smallest of `widths` that holds so many tokens; beyond them the number itself."""
+    return next((width for width in widths if width >= length), length)
 
 
 def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int, num_rows: int):
@@ -91,16 +97,14 @@ def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int, num_rows: i
     return tokens_BT, positions_BT
 
 
-_jit = partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(jax.default_backend()))
-
-
-@partial(_jit, static_argnums=0)
-def _hidden(model: Transformer, params: Any, tokens_BT: Array, positions_BT: Array) -> Array:
+@partial(jit, static_argnums=0)
+def hidden_states(model: Transformer, params: Any, tokens_BT: Array, positions_BT: Array) -> Array:
+    """hidden_BTD: what the head takes, of whole sequences; -1 is the position of padding."""
     result: Any = model.apply(params, tokens_BT, positions_BT, method="hidden")
     return result[0]
 
 
-@partial(_jit, static_argnums=(0, 3))
+@partial(jit, static_argnums=(0, 3))
 def _score(
     model: Transformer, params: Any, hidden_CD: Array, top_k: int | None
 ) -> tuple[Array | None, Array, Array]:

@@ -47,7 +47,7 @@ from helios_jax.speculative import DraftVocabulary
 
 _logger = logging.getLogger("helios_jax.distill")
 
-METRICS = "metrics.jsonl"
+_METRICS = "metrics.jsonl"
 _CHECKPOINTS = "checkpoints"
 
 
@@ -120,14 +120,18 @@ class Trained(NamedTuple):
     """What training ends with.
 
     params: the student's, of the best evaluation, float32.
-    step: when that was; acceptance: teacher-forced, on the held-out sequences.
+    step: when that was.
+    acceptance: teacher-forced, on the held-out sequences, at temperature 1 and of the teacher's top
+      K tokens and one event for all others (see `losses`): an upper bound of the true one.
     stopped_early: whether `patience` ended the training.
+    metrics: the file of what was logged.
     """
 
     params: Params
     step: int
     acceptance: float
     stopped_early: bool
+    metrics: Path
 
 
 # (student's params, round) -> sequences that it samples, labelled by the teacher.
@@ -199,7 +203,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     with _Checkpoints(folder / _CHECKPOINTS) as checkpoints:
         state, best, host = checkpoints.restore(state)
-        metrics = _Metrics(folder / METRICS, host.step)
+        metrics = _Metrics(folder / _METRICS, host.step)
         num_steps = plan.optimizer.num_steps
         round_batches: tuple[int, Batches] | None = None
         started, tokens = time.monotonic(), 0
@@ -242,7 +246,10 @@ def train(
                     best = _copy(state.params)
             if host.step % plan.checkpoint_every == 0 or is_last or host.stopped_early:
                 checkpoints.save(state, best, host)
-    return Trained(jax.device_get(best), host.best_step, host.best_acceptance, host.stopped_early)
+    return Trained(
+        jax.device_get(best), host.best_step, host.best_acceptance, host.stopped_early,
+        folder / _METRICS,
+    )  # fmt: skip
 
 
 def split(
@@ -317,14 +324,22 @@ class _Checkpoints:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._manager.close()
+        try:
+            self._manager.close()
+        except Exception as unwritten:  # of the last checkpoint, which was waited for
+            raise _unwritten(self._folder, unwritten) from unwritten
 
     def restore(self, like: TrainState) -> tuple[TrainState, Params, _Host]:
-        """What the newest sound checkpoint holds; `like` itself, copied, where there is none."""
+        """What the newest sound checkpoint holds; `like` itself, copied, where there is none.
+
+        A damaged one is removed: its step is written again.
+        """
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 return self._read(step, like)
-            except Exception as error:  # Orbax and TensorStore document no errors of their own
+            except Exception as error:
+                if not _is_damage(error):
+                    raise
                 _logger.warning(
                     "%s: the checkpoint cannot be used, an earlier one is: %s",
                     self._folder / str(step), error,
@@ -340,7 +355,7 @@ class _Checkpoints:
         """
         # Orbax writes while the next step overwrites what was donated: it gets copies.
         arrays = {"state": _copy(state), "best": _copy(best)}
-        content = {"host": dataclasses.asdict(host), "sum": _sum(arrays)}
+        content = {"host": dataclasses.asdict(host), "sum": sum_of(arrays)}
         try:
             self._manager.save(
                 host.step,
@@ -364,7 +379,7 @@ class _Checkpoints:
         )
         arrays, content = read["arrays"], read["host"]
         require(
-            _sum(arrays) == content["sum"], "its arrays do not match their sum: they were damaged"
+            sum_of(arrays) == content["sum"], "its arrays do not match their sum: they were damaged"
         )
         return arrays["state"], arrays["best"], _Host(**content["host"])
 
@@ -394,12 +409,20 @@ def _copy(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _sum(arrays: Any) -> str:
+def sum_of(arrays: Any) -> str:
     """sha256 over all leaves, in the tree's order."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(jax.device_get(arrays)):
         digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a checkpoint's bytes are at fault, and not a disk or memory that fails just now."""
+    cause = error.__cause__ or error
+    is_known = isinstance(cause, ValueError | KeyError | FileNotFoundError)
+    # TensorStore gives errors of the operating system as ValueErrors too.
+    return is_known and "os_error_code" not in str(cause)
 
 
 def _unwritten(folder: Path, error: Exception) -> OSError:

@@ -7,6 +7,7 @@ all tokens of the target are known by the draft's nearest one. Those it lacks ar
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ class DraftVocabulary:
             "of its ids for every other token",
         )
 
-    @property
+    @cached_property
     def draft_ids_V(self) -> np.ndarray:
         """int32, the draft's id of each of the target's tokens, -1 where it has none."""
         found = np.full(len(self.nearest_V), -1, np.int32)

@@ -9,19 +9,11 @@ import numpy as np
 import pytest
 
 from helios_jax.distill import Labels, Sequence
-from helios_jax.distill.acceptance import (
-    Counts,
-    Prompt,
-    draft_of,
-    length,
-    rate,
-    read_prompts,
-    run_prompts,
-    summarise,
-    teacher_forced,
-    to_markdown,
-)
+from helios_jax.distill.acceptance import Counts, Prompt, read_prompts, run_prompts
+from helios_jax.distill.acceptance_command import draft_of, measure
+from helios_jax.distill.acceptance_report import length, rate, summarise, to_markdown
 from helios_jax.distill.bigram import BigramTable, bigram_table
+from helios_jax.distill.overlap import Overlap, teacher_forced
 from helios_jax.model import Transformer
 from helios_jax.speculative import DraftModel, Speculation, SpeculationParams
 from tests import tiny
@@ -66,7 +58,7 @@ def test_greedy_acceptance_is_that_of_the_teacher_forced_positions():
     """Walking along the target's text: what a round accepts is the run of matches from there."""
     speculation, extra = drafting()
     counts = run(speculation, extra, temperatures=(0.0,))
-    draft = draft_of(extra, speculation)
+    draft = draft_of(speculation, extra)
     assert draft is not None
     overlaps = teacher_forced((MODEL, target_params()), draft, counts)
     assert 0 < np.mean([o.overlap_N.mean() for o in overlaps]) < 1
@@ -88,7 +80,7 @@ def test_greedy_acceptance_is_that_of_the_teacher_forced_positions():
 def test_the_overlap_of_sampled_text_is_the_mass_that_two_laws_share():
     speculation, extra = drafting()
     counts = [c for c in run(speculation, extra, temperatures=(0.7,))][:2]
-    draft = draft_of(extra, speculation)
+    draft = draft_of(speculation, extra)
     assert draft is not None
     overlaps = teacher_forced((MODEL, target_params()), draft, counts)
     for text, overlap in zip(counts, overlaps, strict=True):
@@ -141,19 +133,46 @@ def test_intervals_are_over_prompts():
     assert length(counts_of([(2, 4), (6, 16)])) == 2
 
 
-def test_the_tables_hold_every_proposer_category_and_length():
-    speculation, extra = drafting()
-    counts = run(speculation, extra)
-    draft = draft_of(extra, speculation)
-    assert draft is not None
-    rows = summarise("draft", counts, teacher_forced((MODEL, target_params()), draft, counts))
-    assert [row.temperature for row in rows] == [0.0, 1.0]
-    assert all(set(row.by_category) == {"a", "b"} and row.num_prompts == 5 for row in rows)
-    text = to_markdown(rows)
-    assert f"{rows[0].rate.value:.3f} ({rows[0].rate.low:.3f}" in text
-    assert (
-        "| a |" in text and "| 0 to 127 |" in text and set(rows[0].by_prompt_length) == {"0 to 127"}
+def test_what_is_measured_of_one_proposer():
+    """Rounds of any, and the overlap where it is a draft."""
+    options = dict(max_tokens=16, num_rows=4, kv_dtype="float32")
+    target = (MODEL, target_params())
+    rows = measure("draft", target, drafting(), PROMPTS, (0.0, 1.0), **options)
+    assert [(row.proposer, row.temperature) for row in rows] == [("draft", 0.0), ("draft", 1.0)]
+    assert all(row.num_prompts == 5 and set(row.by_category) == {"a", "b"} for row in rows)
+    assert all(row.teacher_forced is not None and row.teacher_forced.value > 0 for row in rows)
+    table = (
+        Speculation(BigramTable(), 3),
+        SpeculationParams(jnp.full(CONFIG.vocab_size, 7, jnp.int32)),
     )
+    [row] = measure("table", target, table, PROMPTS, (0.0,), **options)
+    assert row.teacher_forced is None and row.rate.value < 1
+
+
+def test_the_tables_hold_every_proposer_category_length_and_context():
+    counts = [
+        Counts(category, 0.0, 4, accepted, 2, tuple(range(num_prompt + 4)), num_prompt)
+        for category, accepted, num_prompt in (("a", 4, 126), ("b", 2, 200))
+    ]
+    overlaps = [
+        Overlap(np.array(x), n + np.arange(4)) for x, n in (([1, 1, 0, 0], 126), ([1] * 4, 200))
+    ]
+    [drafted] = summarise("draft", counts, overlaps)
+    [looked] = summarise("lookup", counts[:1], None)
+    assert drafted.rate.value == 0.75 and drafted.acceptance_length == 2.5
+    assert {name: found.value for name, found in drafted.by_category.items()} == {"a": 1, "b": 0.5}
+    assert {name: found.value for name, found in drafted.by_prompt_length.items()} == {
+        "0 to 127": 1, "128 to 255": 0.5,
+    }  # fmt: skip
+    by_context = {name: found.value for name, found in drafted.teacher_forced_by_context.items()}
+    assert by_context == {"0 to 127": 1, "128 to 255": pytest.approx(4 / 6)}
+    titles, *_ = parts = to_markdown([drafted, looked]).split("\n\n")
+    assert len(parts) == 4 and "0.750 (0.500 to 1.000)" in titles
+    # A proposer that lacks a kind has a dash; one without overlaps has no column.
+    assert "draft, 0 | lookup, 0" in parts[1] and parts[1].splitlines()[-1].endswith("| - |")
+    assert "draft, 0" in parts[3] and "lookup" not in parts[3]
+    # Kinds are told apart where there are several.
+    assert "\n\n" not in to_markdown([looked])
 
 
 def test_prompts_are_read_by_category(tmp_path: Path):
@@ -169,5 +188,5 @@ def test_prompts_are_read_by_category(tmp_path: Path):
     assert [prompt.category for prompt in found] == ["x", "y", "all"]
     assert tokenizer.decode(found[0].tokens).startswith("<|user|>one")
     path.write_text('{"text": "what"}')
-    with pytest.raises(ValueError, match=":1: must have prompt"):
+    with pytest.raises(ValueError, match=":1: must have `prompt`"):
         read_prompts(path, tokenizer, None, max_length=60)

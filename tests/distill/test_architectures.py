@@ -120,7 +120,7 @@ def test_a_vocabulary_holds_the_most_frequent_and_reads_the_others_as_their_near
     assert found.ids_U.tolist() == [0, 1, 2, 5]
     assert found.nearest_V.tolist()[:3] == [0, 1, 2] and found.nearest_V[4] == 1
     assert found.draft_ids_V.tolist() == [0, 1, 2, -1, -1, 3]
-    with pytest.raises(ValueError, match="must be in 1..6"):
+    with pytest.raises(ValueError, match="must be of 1..6 tokens"):
         reduce_vocabulary(np.ones(6), table, 7, always=(5,))
 
 

@@ -12,22 +12,26 @@ import numpy as np
 import pytest
 
 from checkpoints_conv import open_checkpoint, read_params
+from helios_jax import distill
 from helios_jax.cli.main import main
 from helios_jax.distill.acceptance import Prompt, run_prompts
 from helios_jax.model.forms import serving_form
 from helios_jax.speculative.pairing import named_target, params_fingerprint
 from helios_jax.speculative_config import load_speculation
+from helios_jax.tokenizer import Tokenizer
+from tests import tiny
 
 OPTIONS = [
     "--num-sequences", "12", "--max-tokens", "16", "--max-model-len", "64", "--top-k", "8",
     "--dtype", "float32", "--train-dtype", "float32", "--tokens-per-batch", "256",
-    "--warmup", "2", "--layers", "0", "--vocab-tokens", "96", "--bits", "16",
+    "--warmup", "2", "--bits", "16",
 ]  # fmt: skip
+SHAPE = ("--layers", "0", "--vocab-tokens", "96")
 
 
-def arguments(target: Path, prompts: Path, out: Path, *more: str) -> list[str]:
+def arguments(target: Path, prompts: Path, out: Path, *more: str, shape=SHAPE) -> list[str]:
     return ["distill", "--target", str(target), "--prompts", str(prompts), "--out", str(out),
-            *OPTIONS, *more]  # fmt: skip
+            *OPTIONS, *shape, *more]  # fmt: skip
 
 
 def helios(*given: str) -> None:
@@ -78,9 +82,8 @@ def test_it_drafts_for_its_target_and_changes_no_token(target, draft):
 
 def test_an_old_draft_is_paired_again(target, prompts_file, draft, tmp_path, capsys):
     out = tmp_path / "again"
-    given = arguments(target, prompts_file, out, "--steps", "8")
-    at = given.index("--layers")
-    helios(*given[:at], *given[at + 4 :], "--init", str(draft), "--evaluate-every", "4")
+    more = ("--steps", "8", "--evaluate-every", "4")
+    helios(*arguments(target, prompts_file, out, *more, shape=("--init", str(draft))))
     old, new = open_checkpoint(draft), open_checkpoint(out)
     assert old.draft_vocabulary is not None and new.draft_vocabulary is not None
     assert np.array_equal(old.draft_vocabulary.ids_U, new.draft_vocabulary.ids_U)
@@ -89,30 +92,53 @@ def test_an_old_draft_is_paired_again(target, prompts_file, draft, tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "shape, message",
     [
         (["--layers", "7"], "layers=\\(7,\\): must be one or more of 0..1"),
         (["--layers", "one"], "must be the target's layers"),
-        (["--loss", "kl=1"], "names are forward_kl"),
-        (["--loss", "forward_kl=much"], "must be NAME=WEIGHT"),
-        (["--init", "x"], "an old draft has its shape already"),
+        (["--layers", "0", "--hidden-size", "99"], "hidden_size=99: must be in 1..32"),
+        (["--layers", "0", "--vocab-tokens", "9999"], "vocab_tokens=9999: a draft's vocabulary"),
+        (["--layers", "0", "--vocab-tokens", "0"], "vocab_tokens=0: a draft's vocabulary"),
+        (["--layers", "0", "--bits", "5"], "bits=5: must be 8, 4 or 16"),
+        (["--layers", "0", "--bits", "3"], "bits=3: must be 8, 4 or 16"),
+        (["--layers", "0", "--loss", "kl=1"], "names are forward_kl"),
+        (["--layers", "0", "--loss", "forward_kl=much"], "must be NAME=WEIGHT"),
+        (["--layers", "0", "--plot", "none/a.png"], "its folder must exist"),
+        (["--layers", "0", "--init", "x"], "layers=0: an old draft has its shape already"),
+        (["--init", "x", "--hidden-size", "9"], "hidden_size=9: an old draft has its shape"),
+        (["--init", "none-of-that-name"], "none-of-that-name"),
         (["--draft-config", "{"], "is not JSON"),
-        (["--draft-config", '{"num_layers": 1}'], "one of them says what the draft is"),
+        (["--draft-config", '{"num_layer": 1}'], "num_layer"),
+        (["--draft-config", '{"vocab_size": 9}'], "vocab_size=9: a draft's tokens"),
+        (
+            ["--draft-config", '{"num_layers": 1}', "--hidden-size", "16"],
+            "hidden_size=16: are of a pruned target",
+        ),
+        (
+            ["--draft-config", '{"num_layers": 1}', "--layers", "0"],
+            "one of them says what the draft is",
+        ),
+        ([], "one of them says what the draft is"),
     ],
 )
-def test_options_that_cannot_be_are_refused(
-    target, prompts_file, draft, changes, message, capsys
-):  # fmt: skip
-    # Samples of the run before are there: a refusal after sampling costs nothing.
-    out = draft.parent / "refused"
-    work = draft.parent / ".refused.distilling"
-    if not work.exists():
-        work.symlink_to(draft.parent / ".draft.distilling")
+def test_options_that_cannot_be_are_refused_before_anything_is_sampled(
+    target, prompts_file, tmp_path, monkeypatch, capsys, shape, message
+):
+    def load_target(*args, **kwargs):
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(distill, "load_target", load_target)
     with pytest.raises(SystemExit) as ended:
-        main(arguments(target, prompts_file, out, *changes))
-    assert ended.value.code == 2
+        main(arguments(target, prompts_file, tmp_path / "refused", shape=shape))
+    assert ended.value.code == 2 and not [*tmp_path.iterdir()]
     assert re.search(message, capsys.readouterr().err)
-    assert not out.exists()
+
+
+def test_an_old_draft_of_other_tokens_is_refused(target):
+    backend = tiny.tokenizer().backend
+    backend.add_special_tokens(["<more>"])
+    with pytest.raises(ValueError, match="its tokenizer is not the target's"):
+        distill.read_draft(target, Tokenizer(backend, bos_token_id=256, eos_token_ids=(257,)))
 
 
 @pytest.mark.slow
@@ -156,7 +182,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(target, prompts_fil
         work = tmp_path / f".{name}.distilling"
         manifest = json.loads((tmp_path / name / "manifest.json").read_text())
         shards = sorted(path.name for path in work.rglob("shard_*.npz"))
-        return manifest["leaves"], (work / "training" / "metrics.jsonl").read_text(), shards
+        [metrics] = work.glob("training/*/metrics.jsonl")
+        return manifest["leaves"], metrics.read_text(), shards
 
     assert made("whole") == made("again"), f"seed {seed}"
     assert made("whole") == made("resumed"), f"seed {seed}"

@@ -1,13 +1,14 @@
 """Do the commands that measure a draft run from files to tables?"""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from helios_jax.cli.main import main as helios
-from helios_jax.distill import acceptance, pairing_experiment, shapes, speed
+from helios_jax.distill import acceptance_command, pairing_experiment, shapes, speed
 from tests.distill.conftest import changed, target_params, write_model
 from tests.tiny import config
 
@@ -47,13 +48,21 @@ def run(monkeypatch, module, folder: Path, *options: str) -> dict:
 
 def test_acceptance_beside_the_baselines(monkeypatch, folder):
     found = run(
-        monkeypatch, acceptance, folder, "--draft", str(folder / "draft"), "--untrained",
+        monkeypatch, acceptance_command, folder, "--draft", str(folder / "draft"), "--untrained",
         "--lookup", "--bigram", str(folder / ".draft.distilling" / "samples"),
         "--prompts", str(folder / "prompts.jsonl"), "--temperature", "0", "--max-tokens", "8",
     )  # fmt: skip
     names = [row["proposer"] for row in found["rows"]]
     assert names == ["draft", "untrained", "prompt lookup", "bigram table"]
     assert all(set(row["by_category"]) == {"x", "y"} for row in found["rows"])
+
+
+def test_the_command_is_called_by_what_it_measures():
+    done = subprocess.run(
+        [sys.executable, "-m", "helios_jax.distill.acceptance", "--help"], capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0 and "--lookup" in done.stdout, done.stderr
 
 
 def test_the_pairing_experiment_has_a_row_before_and_after(monkeypatch, folder):

@@ -1,7 +1,6 @@
-"""Do prompts of the target's own make a file that distillation reads, and are curves drawn?"""
+"""Do prompts of the target's own make a file that distillation reads? What may a shape bring?"""
 
 import json
-import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,8 +8,7 @@ import numpy as np
 import pytest
 
 from helios_jax.calibrate.data import read_units
-from helios_jax.distill.curves import draw_curves, read_metrics, write_tensorboard
-from helios_jax.distill.prompts import OPENERS, describe, self_written, with_passages
+from helios_jax.distill.prompts import OPENERS, self_written, with_passages
 from helios_jax.distill.shapes import best_speed_up, least_acceptance
 from helios_jax.distill.speed import predicted_speed_up
 from helios_jax.profiler import GPUS, Formats
@@ -58,41 +56,6 @@ def test_messages_that_the_target_ended_are_kept_with_their_opening_words():
 def test_a_target_that_ends_no_message_is_told():
     with pytest.raises(ValueError, match="ended 0 of 64 messages within 96 tokens"):
         self_written(cast(Any, Writer((" on and on", "length"))), 5, seed=0)
-
-
-def test_the_sources_are_named():
-    found = describe()
-    assert found["passages"]["licence"] == "PSF-2.0" and found["passages"]["sha256"]
-    assert found["self_written"]["openers_sha256"] == describe()["self_written"]["openers_sha256"]
-
-
-def metrics(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    lines = [
-        {"step": 1, "loss": 2.0, "total_variation": 0.5},
-        {"step": 1, "held_out_total_variation": 0.4},
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
-
-
-def test_metrics_are_drawn_where_matplotlib_is(tmp_path, monkeypatch):
-    path = metrics(tmp_path)
-    assert [line["step"] for line in read_metrics(path)] == [1, 1]
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match="plot: needs matplotlib"):
-        draw_curves(path, tmp_path / "curves.png")
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ValueError, match="tensorboard: needs tensorboardX"):
-        write_tensorboard(path, tmp_path)
-    with pytest.raises(ValueError, match="holds no metrics"):
-        read_metrics(tmp_path / "none.jsonl")
-
-
-def test_curves_are_an_image(tmp_path):
-    pytest.importorskip("matplotlib")
-    draw_curves(metrics(tmp_path), tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_prediction_is_that_of_the_bytes():

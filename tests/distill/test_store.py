@@ -72,21 +72,28 @@ def test_a_damaged_shard_is_told_and_missing(tmp_path: Path, damage):
     content[len(content) // 2] ^= 1
     path.write_bytes(content if damage == "flipped" else content[:-9])
     again = read_store(tmp_path)
-    assert again.indices == [0] and [str(path) in text for text in again.damaged] == [True]
+    assert again.indices == [0] and again.damaged == [path]
     with pytest.raises(ValueError, match="has no shard 1"):
         again.read(1)
+    # Other bits, as a faster form of the target may give: the damaged ones must not stay beside.
     with open_store(tmp_path, {}) as store:
-        store.write(1, sequences(1))
-    assert equal(read_store(tmp_path).read(1), sequences(1))
+        assert store.damaged == [path] and not path.exists()
+        store.write(1, sequences(2))
+    with open_store(tmp_path, {}) as store:
+        assert not store.damaged and equal(store.read(1), sequences(2))
 
 
-def test_a_shard_damaged_while_open_is_not_read(tmp_path: Path):
+def test_opening_and_reading_sums_every_shard_once(tmp_path: Path, monkeypatch):
     with open_store(tmp_path, {}) as store:
         store.write(0, sequences(0))
-        [path] = tmp_path.glob("shard_*")
-        path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(ValueError, match="does not match the sum in its name"):
-            store.read(0)
+        store.write(1, sequences(1))
+    summed = []
+    monkeypatch.setattr(
+        stores, "_sum", lambda content, of=stores._sum: summed.append(content) or of(content)
+    )
+    with open_store(tmp_path, {}) as store:
+        assert len(store.sequences()) == 6
+    assert len(summed) == len({*summed}) == 2
 
 
 def test_a_full_disk_leaves_the_earlier_shards_and_nothing_else(tmp_path: Path, monkeypatch):

@@ -1,5 +1,6 @@
 """Does training learn, and is a resumed run the same as one without a stop?"""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from helios_jax.distill import (
     load_target,
     make_student,
     read_prompts,
+    read_store,
     sample_target,
     train,
     train_student,
@@ -142,11 +144,9 @@ def test_a_draft_learns_its_target(sequences, student, tmp_path):
 
 @pytest.mark.parametrize("on_policy", [0.0, 0.6])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(
-    sequences, student, llm, prompts, tmp_path, on_policy, monkeypatch
+    sequences, student, llm, tmp_path, on_policy
 ):
-    options = dict(
-        teacher=Teacher(llm.model, llm.params, SAMPLING.top_k), prompts=prompts, sampling=SAMPLING
-    )
+    options = dict(teacher=Teacher(llm.model, llm.params, SAMPLING.top_k), sampling=SAMPLING)
     wanted = plan(on_policy=on_policy, on_policy_every=3, on_policy_sequences=4)
 
     def begin(folder, **more):
@@ -157,18 +157,20 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     class Stop(Exception):
         pass
 
+    stops = []
     for stop_at in (2, 3, 5):
 
         def report(progress, stop_at=stop_at):
             if progress.step == stop_at:
                 raise Stop
 
-        with pytest.raises(Stop):
+        with pytest.raises(Stop) as stopped:
             begin(tmp_path / "resumed", report=report)
+        # Kept, with all that its frames hold: the folder must be free nonetheless.
+        stops.append(stopped.value)
     resumed = begin(tmp_path / "resumed")
-    assert equal(whole.params, resumed.params) and whole[1:] == resumed[1:]
-    metrics = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "resumed")]
-    assert metrics[0] == metrics[1]
+    assert equal(whole.params, resumed.params) and whole[1:4] == resumed[1:4]
+    assert whole.metrics.read_text() == resumed.metrics.read_text()
     stored = [len([*(tmp_path / name).rglob("shard_*")]) for name in ("whole", "resumed")]
     assert stored[0] == stored[1] and (stored[0] > 0) == (on_policy > 0)
 
@@ -197,7 +199,7 @@ def test_training_ends_early_without_progress(sequences, student, tmp_path, monk
     monkeypatch.setattr(trainers, "_evaluate", lambda *_: {"total_variation": next(found)})
     stuck = plan(evaluate_every=1, patience=2)
     trained = run(student, sequences, stuck, tmp_path)
-    assert trained[1:] == (2, 0.6, True)
+    assert trained[1:4] == (2, 0.6, True)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 1, 2, 2, 3, 3, 4, 4]
     # Once it has ended, it has ended.
@@ -252,10 +254,37 @@ def test_one_prompts_sequences_are_on_one_side(sequences):
     assert not sides[0] & sides[1] and len(training) + len(held_out) == len(sequences)
 
 
-def test_another_plan_in_the_same_folder_is_refused(sequences, student, tmp_path):
-    train_student(student, sequences, plan(), tmp_path, {})
-    with pytest.raises(ValueError, match="another draft was trained there"):
-        train_student(student, sequences, plan(7), tmp_path, {})
+def test_another_training_is_beside_and_the_same_one_is_done(sequences, student, tmp_path):
+    def begin(student, wanted):
+        reports = []
+        trained = train_student(
+            student, sequences, wanted, tmp_path, {"data": 1}, report=reports.append
+        )
+        return trained, len(reports)
+
+    first, num_steps = begin(student, plan(2))
+    assert num_steps == 2
+    params = jax.tree.map(lambda leaf: 2 * leaf, student.params)
+    others = [begin(student, plan(3))[0], begin(student._replace(params=params), plan(2))[0]]
+    assert {found.metrics.parents[1] for found in (first, *others)} == {tmp_path}
+    assert len({found.metrics for found in (first, *others)}) == 3
+    again, num_steps = begin(student, plan(2))
+    assert num_steps == 0 and again[1:] == first[1:] and equal(again.params, first.params)
+
+
+def test_the_student_never_goes_on_from_a_held_out_prompt(sequences, student, llm, tmp_path):
+    wanted = plan(3, on_policy=1.0, on_policy_sequences=32)
+    trained = train_student(
+        student, sequences, wanted, tmp_path, {}, sampling=SAMPLING,
+        teacher=Teacher(llm.model, llm.params, SAMPLING.top_k),
+    )  # fmt: skip
+    own = read_store(trained.metrics.parent / "on_policy").sequences()
+    sides = [
+        {bytes(s.tokens[: s.num_prompt]) for s in side}
+        for side in (own, *trainers.split(sequences, wanted))
+    ]
+    drawn, training, held_out = sides
+    assert drawn == training and held_out and not drawn & held_out
 
 
 def test_a_full_disk_is_told_and_survivable(sequences, student, tmp_path, monkeypatch):
@@ -269,3 +298,49 @@ def test_a_full_disk_is_told_and_survivable(sequences, student, tmp_path, monkey
         with pytest.raises(OSError, match="the disk is full: the checkpoint was not written"):
             run(student, sequences, plan(), tmp_path)
     assert run(student, sequences, plan(), tmp_path).step > 0
+
+
+def test_a_last_checkpoint_that_could_not_be_written_is_told(tmp_path, monkeypatch):
+    """It is written while nothing else happens: only the end waits for it."""
+
+    def full():
+        raise ValueError("tensorstore: No space left on device")
+
+    checkpoints = trainers._Checkpoints(tmp_path)
+    with pytest.raises(OSError, match="the disk is full: the checkpoint was not written"):
+        with checkpoints:
+            monkeypatch.setattr(checkpoints._manager, "wait_until_finished", full)
+    monkeypatch.undo()
+    checkpoints._manager.close()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()])
+def test_a_checkpoint_that_cannot_be_read_now_stays(
+    sequences, student, tmp_path, monkeypatch, error
+):
+    import orbax.checkpoint as ocp
+
+    def fail(*args, **kwargs):
+        raise error
+
+    whole = run(student, sequences, plan(2), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "restore", fail)
+        with pytest.raises(type(error)):
+            run(student, sequences, plan(2), tmp_path)
+    reports = []
+    again = run(student, sequences, plan(2), tmp_path, report=reports.append)
+    assert not reports and equal(again.params, whole.params)
+
+
+def test_a_checkpoint_whose_files_cannot_be_opened_stays(sequences, student, tmp_path):
+    run(student, sequences, plan(2), tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "2"
+    large = [p for p in checkpoint.rglob("d/*") if p.stat().st_size > 2000]
+    assert large
+    for path in large:
+        path.unlink()
+        path.symlink_to(path.name)
+    with pytest.raises(Exception, match="error while reading"):
+        run(student, sequences, plan(2), tmp_path)
+    assert checkpoint.is_dir()

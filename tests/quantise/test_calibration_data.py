@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from helios_jax.calibrate import load_calibration
+from helios_jax.calibrate.data import conversation_of, read_objects
 from tests import tiny
 
 
@@ -62,6 +63,33 @@ def test_messages_go_through_the_chat_template(tmp_path):
     assert "<|user|>Hi\n<|assistant|>Hello\n" in texts or "<|user|>" in texts
 
 
+def test_objects_are_read_with_their_places(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x"}\n\n{"other": 1}\n')
+    assert read_objects(path) == [(f"{path}:1", {"prompt": "x"}), (f"{path}:3", {"other": 1})]
+    path.write_text('\n{"prompt"')
+    with pytest.raises(ValueError, match="a.jsonl:2: is not JSON"):
+        read_objects(path)
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({"prompt": "x", "category": "y"}, {"prompt": "x"}),
+        ({"messages": [1], "prompt": "x"}, {"messages": [1]}),
+        ({"turns": ["a", "b"]}, {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_what_a_line_asks(fields, expected):
+    assert conversation_of("here", fields) == expected
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": 1}, {"turns": []}, {"messages": "x"}])
+def test_a_line_that_asks_nothing_is_named(fields):
+    with pytest.raises(ValueError, match="here: must have `prompt`"):
+        conversation_of("here", fields)
+
+
 def test_nothing_is_held_out_when_asked_so(text_file):
     assert load([text_file], held_out=0).held_out == []
 
@@ -71,7 +99,7 @@ def test_nothing_is_held_out_when_asked_so(text_file):
     [
         ("a.jsonl", '{"prompt": "x"}\n{"prompt"', {}, "a.jsonl:2: is not JSON"),
         ("a.jsonl", "[1]", {}, "a.jsonl:1: must be a JSON object"),
-        ("a.jsonl", '{"text": "x"}', {}, "a.jsonl:1: must have `prompt` (text) or `messages`"),
+        ("a.jsonl", '{"text": "x"}', {}, "a.jsonl:1: must have `prompt` (text), `mess"),
         ("a.jsonl", '{"messages": [3]}', {}, "a.jsonl:1: messages cannot be rendered"),
         ("a.txt", "", {}, "a.txt: holds no text"),
         ("a.txt", "short", {}, "holds 5 tokens beside the held-out ones: one sequence takes 32"),

@@ -163,7 +163,8 @@ def test_generated_answers_must_match(llm, tmp_path):
 @pytest.mark.parametrize(
     "item, message",
     [
-        ({"answer": "x"}, "prompt=None: must be text"),
+        ({"answer": "x"}, "must have `prompt` (text)"),
+        ({"prompt": "", "answer": "x"}, "prompt='': must not be empty"),
         ({"prompt": "x"}, "answer=None: must be a text"),
         ({"prompt": "x", "answer": ["a", 3]}, "must be a text, or a list of texts"),
         ({"prompt": "x", "choices": ["a"], "answer": 1}, "answer=1: must be 0..0"),
