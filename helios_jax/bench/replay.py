@@ -377,7 +377,7 @@ def predicted(replayed: Replayed, costs: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
       `replay.summarize`'s figures, and "ratios" of the simulated median TTFT and output throughput
-      to the measured ones.
+      to the measured ones; None where nothing was measured.
     """
     requests, report = replayed.requests, replayed.report
 
@@ -393,9 +393,9 @@ def predicted(replayed: Replayed, costs: Mapping[str, Any]) -> dict[str, Any]:
         find_policy(report["serving"]["policy"]), overlaps=True,
     )  # fmt: skip
     found = summarize(replayed.trace, targets, outcome)
-    return found | {
-        "ratios": {
-            "median_ttft": 1e3 * found["ttft_p50_seconds"] / report["median_ttft_ms"],
-            "output_throughput": found["output_throughput"] / report["output_throughput"],
-        }
+    pairs = {
+        "median_ttft": (1e3 * found["ttft_p50_seconds"], report["median_ttft_ms"]),
+        "output_throughput": (found["output_throughput"], report["output_throughput"]),
     }
+    ratios = {name: ours / theirs if theirs else None for name, (ours, theirs) in pairs.items()}
+    return found | {"ratios": ratios}

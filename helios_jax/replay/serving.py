@@ -98,7 +98,8 @@ class State(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The requests in order of arrival; seconds until the last end; whether it was cut short."""
+    """The requests in order of arrival; seconds until the last end, or until it was cut short;
+    whether it was."""
 
     served: list[Served]
     seconds: float
@@ -182,4 +183,4 @@ def serve(
     except KeyboardInterrupt:
         is_interrupted = True
     ends = [each.end_seconds for each in served if each.end_seconds is not None]
-    return Run(served, max(ends, default=now()), is_interrupted)
+    return Run(served, now() if is_interrupted else max(ends, default=0.0), is_interrupted)

@@ -65,6 +65,21 @@ def test_a_window_is_replayed_on_a_model(helios, trace, tmp_path, monkeypatch):
     assert all(title in table_path.read_text() for title in TABLE.values())
 
 
+def test_a_run_too_short_to_fit_costs_to_is_reported_all_the_same(
+    helios, trace, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Serving, "load", lambda self: tiny.llm(max_num_seqs=1))
+    monkeypatch.setattr(replaying, "warm_up", lambda engine, requests: None)
+    path = tmp_path / "report.json"
+    code, _, err = helios(
+        "replay", trace, "tiny", "--window-seconds", "0.05", "--max-model-len", "512",
+        "--json", str(path), "--costs", str(tmp_path / "costs.json"),
+    )  # fmt: skip
+    assert code == 2 and "steps are too few to fit" in err
+    assert json.loads(path.read_text())["completed"] == 1
+    assert not (tmp_path / "costs.json").exists()
+
+
 def test_a_running_server_is_replayed_to(helios, trace, tmp_path, monkeypatch):
     asked = []
 
@@ -110,6 +125,8 @@ def test_a_running_server_is_replayed_to(helios, trace, tmp_path, monkeypatch):
     (["--row", "1"], "row, quantised: are for --ladder"),
     (["--ladder", "--row", "6"], "row=[6]: must be in 1..5"),
     (["--ladder", "--costs", "c.json"], "of which row?"),
+    (["--costs", "c.json", "--prompt-lookup", "4"], "costs, predict: are of plain decoding"),
+    (["--predict", "c.json", "--draft", "d"], "costs, predict: are of plain decoding"),
     (["--json", "no/such/folder.json"], "its folder must exist"),
     (["--prompt-lookup", "3", "--draft", "x"], "one of them says who drafts"),
 ])  # fmt: skip

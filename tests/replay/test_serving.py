@@ -75,6 +75,17 @@ def test_an_interrupted_run_reports_what_came():
     assert summarize_run(run, {}, model_id="m")["completed"] == 0
 
 
+def test_rates_of_an_interrupted_run_are_over_all_of_its_time():
+    class Half(Scripted):
+        def submit(self, request, on_update):
+            return bool(self.sent) or super().submit(request, on_update)
+
+    # The first ends at once, the second never; tokens per second are of the 0.2 s until the end.
+    run = serve([request(0.0), request(0.0)], Half(), timeout_seconds=0.2)
+    assert run.is_interrupted and run.served[0].end_seconds < 0.1 and run.seconds >= 0.2
+    assert summarize_run(run, {}, model_id="m")["output_throughput"] <= 3 / 0.2
+
+
 def test_figures_by_hand():
     """Tokens at known times: 1 after 0.1 s, then 2 more 0.3 s later; the second request's later."""
     client = Scripted()
