@@ -83,21 +83,24 @@ class Traffic:
         Raises:
           ValueError: as the readers, or a length that the engine cannot serve.
         """
-        require(self.time_stretch > 0, f"time_stretch={self.time_stretch}: must be above 0")
-        trace = read_trace(self.trace)
-        if self.start_seconds or self.window_seconds is not None:
-            trace = trace.window(self.start_seconds, self.window_seconds or float("inf"))
-        if self.sample < 1:
-            trace = trace.thinned(self.sample, self.seed)
         half = max_model_len // 2
-        prompt, output = self.max_prompt or half, self.max_output or half
+        prompt = half if self.max_prompt is None else self.max_prompt
+        output = half if self.max_output is None else self.max_output
         require(
             prompt + output <= max_model_len,
             f"max_prompt={prompt} and max_output={output}: exceed max_model_len={max_model_len} "
             "together; lower them",
         )
-        scaled = trace.scaled(self.length_scale, prompt, output)
-        return scaled.at_load(1 / self.time_stretch)
+        return read_trace(self.trace).cut(
+            start_seconds=self.start_seconds,
+            window_seconds=self.window_seconds,
+            sample=self.sample,
+            time_stretch=self.time_stretch,
+            length_scale=self.length_scale,
+            max_prompt=prompt,
+            max_output=output,
+            seed=self.seed,
+        )
 
     def requests(self, trace: Trace, tokenizer: Any) -> list[ReplayRequest]:
         """What is sent of `read`'s trace."""

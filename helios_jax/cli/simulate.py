@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import sys
 import time
@@ -168,17 +167,15 @@ def simulate(
     # As `python -m` does; an installed command looks in its own folder only.
     sys.path.insert(0, os.getcwd())
     policies = {name: find_policy(name) for name in policy or ("deadline", "fcfs", "priority")}
-    requests = replay.read_trace(trace)
-    if start_seconds or window_seconds is not None:
-        requests = requests.window(start_seconds, window_seconds or math.inf)
-    if sample < 1:
-        requests = requests.thinned(sample, (seed or [0])[0])
-    if num_requests is not None:
-        requests = requests.head(num_requests)
-    require(time_stretch > 0, f"time_stretch={time_stretch}: must be above 0")
-    requests = requests.at_load(1 / time_stretch)
-    if length_scale != 1:
-        requests = requests.scaled(length_scale)
+    requests = replay.read_trace(trace).cut(
+        start_seconds=start_seconds,
+        window_seconds=window_seconds,
+        sample=sample,
+        num_requests=num_requests,
+        time_stretch=time_stretch,
+        length_scale=length_scale,
+        seed=(seed or [0])[0],
+    )
     if costs is not None:
         machine, what = _measured_machine(costs), f"costs of {costs.name}"
     else:

@@ -1,13 +1,13 @@
 """When does each token come if requests arrive as they were recorded? An open loop.
 
 Requests are sent at their times whether earlier ones are done or not, so that a server that falls
-behind is seen to. Where they go is a `Client`: two methods and what it counted.
+behind is seen to. Where they go is a `Client`.
 """
 
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -53,10 +53,6 @@ class Client(Protocol):
 
         `on_update` may be called from any thread, until an update that is the last.
         """
-        ...
-
-    def counters(self) -> Mapping[str, float]:
-        """Sums since the start, by the names of `Engine.metrics`; those that it has."""
         ...
 
 

@@ -27,7 +27,7 @@ def test_a_configuration_is_predicted_for(helios, tmp_path):
     assert report["bytes"]["kv_read"] == 4 * 2048 * 65_536
     h100 = report["gpus"]["h100"]
     assert h100["limit"] == "bytes" and h100["fits"]
-    assert h100["seconds"] == pytest.approx(report["total_bytes"] / 3.35e12)
+    assert h100["seconds"] == pytest.approx(report["total_bytes"] / 3.352e12)
     assert report["gpus"]["b200"]["seconds"] < h100["seconds"]
     assert "https://www.nvidia.com" in out and "KV read" in out
 

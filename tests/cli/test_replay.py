@@ -117,6 +117,8 @@ def test_a_running_server_is_replayed_to(helios, trace, tmp_path, monkeypatch):
 @pytest.mark.parametrize("arguments, message", [
     (["--server", "h:1", "--ladder"], "server: has one configuration"),
     (["--sample", "0"], "sample=0.0"),
+    (["--sample", "1.5"], "sample=1.5"),
+    (["--max-prompt", "0"], "max_prompt=0: must be at least 1"),
     (["--time-stretch", "-1"], "time_stretch=-1.0: must be above 0"),
     (["--length-scale", "0"], "length_scale=0.0"),
     (["--max-prompt", "1000", "--max-output", "500"], "exceed max_model_len=1024"),
