@@ -16,8 +16,7 @@ from helios_jax.config import require
 from helios_jax.engine import Engine
 from helios_jax.engine.programs import forget
 from helios_jax.engine.variants import MIN_CHUNK_TOKENS, MIN_CONTEXT_TOKENS
-from helios_jax.llm import LLM, use_compilation_cache
-from helios_jax.model.forms import serving_form
+from helios_jax.llm import LLM, load_checkpoint
 from helios_jax.replay import (
     Targets,
     Trace,
@@ -36,7 +35,6 @@ from helios_jax.replay.serving import ReplayRequest, Run, State, serve
 from helios_jax.replay.stream_client import StreamClient
 from helios_jax.sampling import SamplingParams
 from helios_jax.scheduler import SchedulerConfig, find_policy
-from helios_jax.speculative_config import load_speculation
 
 Watch = Callable[[State], Any]
 # Requests of the trace itself, at its pace, that are served before what is timed.
@@ -174,26 +172,17 @@ class Serving:
         Raises:
           ValueError: as `helios_jax.load`.
         """
-        from checkpoints_conv import open_checkpoint, read_params
+        from checkpoints_conv import open_checkpoint
         from checkpoints_conv.gqa import checkpoint_with_kv_heads
 
-        use_compilation_cache()
-        path = hub.resolve(self.model)
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(hub.resolve(self.model))
         if self.num_kv_heads is not None:
             checkpoint = checkpoint_with_kv_heads(checkpoint, self.num_kv_heads)
-        options: dict[str, Any] = {}
-        if self.speculative_config is not None:
-            speculation, extra = load_speculation(
-                self.speculative_config, path, checkpoint.tokenizer, self.dtype
-            )
-            options = {"speculation": speculation, "speculation_params": extra}
-        config = checkpoint.config
-        return LLM(
-            serving_form(config, read_params(checkpoint), self.dtype),
-            checkpoint.tokenizer,
-            config=config,
-            max_model_len=min(self.max_model_len, config.max_model_len),
+        return load_checkpoint(
+            checkpoint,
+            dtype=self.dtype,
+            speculative_config=self.speculative_config,
+            max_model_len=min(self.max_model_len, checkpoint.config.max_model_len),
             max_num_seqs=self.max_num_seqs,
             seed=0,
             urgency=find_policy(self.policy),
@@ -202,7 +191,6 @@ class Serving:
             kv_watermark=self.kv_watermark,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             enable_prefix_caching=self.enable_prefix_caching,
-            **options,
         )
 
 

@@ -14,6 +14,7 @@ from helios_jax.outputs import StreamOutput
 from helios_jax.replay.calibration import StepCosts, to_json
 from helios_jax.replay.report import TABLE
 from tests import tiny
+from tests.checkpoints.tiny_checkpoints import EOS, random_weights, tiny_config, write_huggingface
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:00:00,40,3
@@ -135,6 +136,17 @@ def test_a_running_server_is_replayed_to(helios, trace, tmp_path, monkeypatch):
 def test_what_cannot_be_is_refused_before_a_model_is_loaded(helios, trace, arguments, message):
     code, out, err = helios("replay", trace, "no-such-model", *arguments)
     assert code == 2 and message in err and not out
+
+
+def test_what_serves_a_trace_stops_where_a_loaded_model_does(tmp_path):
+    config = tiny_config()
+    folder = write_huggingface(
+        tmp_path, config, random_weights(config), changes={"eos_token_id": 7}
+    )
+    llm = Serving(str(folder), dtype="float32", num_kv_heads=4, policy="fcfs").load()
+    assert llm.config.eos_token_ids == (7, EOS) and llm.config.num_kv_heads == 4
+    # No longer than the model's own.
+    assert llm.max_model_len == config.max_model_len
 
 
 def test_the_ladder_keeps_what_the_rows_before_brought(monkeypatch):
