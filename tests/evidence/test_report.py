@@ -3,12 +3,15 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
+from helios_jax import evidence
 from helios_jax.evidence import (
     article,
     kept_inputs,
+    kept_parts,
     make_inputs,
     parts_of,
     recheck,
@@ -226,6 +229,22 @@ def test_local_models_are_linked_and_retraining_a_draft_is_seen(tmp_path, monkey
     (tmp_path / "smollm2-135m").mkdir()
     monkeypatch.chdir(tmp_path)
     assert make_inputs(out, model="smollm2-135m").model == "smollm2-135m"
+
+
+def test_the_shipped_report_is_what_its_parts_make_today(tmp_path):
+    """But for pictures, which differ with matplotlib's version."""
+    folder = Path(evidence.__file__).parent / "results"
+    shutil.copytree(folder, tmp_path / "report")
+    inputs = kept_inputs(tmp_path / "report")
+    names = [each.name for each in parts_of(inputs, False)]
+    parts = kept_parts(tmp_path / "report", names)
+    assert {f"{name}.json" for name in parts} == {p.name for p in (folder / "parts").iterdir()}
+    markdown, _ = write_pages(tmp_path / "report", tables_of(list(parts)), parts, inputs)
+
+    def lines(text):
+        return [line for line in text.splitlines() if line and not line.startswith("![")]
+
+    assert lines(markdown.read_text()) == lines((folder / "report.md").read_text())
 
 
 def test_a_command_that_fails_says_why(tmp_path, inputs):
