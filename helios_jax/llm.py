@@ -5,7 +5,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -22,6 +22,9 @@ from helios_jax.scheduler.urgency import deadline
 from helios_jax.speculative import Speculation, SpeculationParams
 from helios_jax.speculative_config import load_speculation
 from helios_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from checkpoints_conv import Checkpoint
 
 Message = Mapping[str, Any]
 
@@ -60,28 +63,15 @@ def load(
     Raises:
       ValueError: an unknown model, a damaged checkpoint, an option that cannot be served.
     """
-    from checkpoints_conv import open_checkpoint, read_params
+    from checkpoints_conv import open_checkpoint
     from helios_jax.hub import resolve
 
-    use_compilation_cache()
     path = resolve(os.fspath(model)) if progress is None else resolve(os.fspath(model), progress)
-    checkpoint = open_checkpoint(path)
-    # A tokenizer may know of an end-of-sequence token that the configurations leave out.
-    eos = dict.fromkeys((*checkpoint.config.eos_token_ids, *checkpoint.tokenizer.eos_token_ids))
-    config = dataclasses.replace(checkpoint.config, eos_token_ids=tuple(eos))
-    if speculative_config is not None:
-        require(
-            "speculation" not in engine_options,
-            "speculative_config and speculation: must not both be given",
-        )
-        speculation, extra = load_speculation(
-            speculative_config, path, checkpoint.tokenizer, dtype, progress
-        )
-        engine_options |= {"speculation": speculation, "speculation_params": extra}
-    return LLM(
-        serving_form(config, read_params(checkpoint), dtype),
-        checkpoint.tokenizer,
-        config=config,
+    return load_checkpoint(
+        open_checkpoint(path),
+        dtype=dtype,
+        speculative_config=speculative_config,
+        progress=progress,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         seed=seed,
@@ -89,6 +79,43 @@ def load(
         record=record,
         **engine_options,
     )
+
+
+def load_checkpoint(
+    checkpoint: "Checkpoint",
+    *,
+    dtype: str = "auto",
+    speculative_config: Mapping[str, Any] | None = None,
+    progress: Callable | None = None,
+    **options: Any,
+) -> "LLM":
+    """`load` for a checkpoint that is open, and perhaps changed since.
+
+    Args:
+      checkpoint: what `checkpoints_conv.open_checkpoint` gave.
+      dtype, speculative_config, progress: see `load`.
+      options: of `LLM`.
+
+    Raises:
+      ValueError: as `load`.
+    """
+    from checkpoints_conv import read_params
+
+    use_compilation_cache()
+    # A tokenizer may know of an end-of-sequence token that the configurations leave out.
+    eos = dict.fromkeys((*checkpoint.config.eos_token_ids, *checkpoint.tokenizer.eos_token_ids))
+    config = dataclasses.replace(checkpoint.config, eos_token_ids=tuple(eos))
+    if speculative_config is not None:
+        require(
+            "speculation" not in options,
+            "speculative_config and speculation: must not both be given",
+        )
+        speculation, extra = load_speculation(
+            speculative_config, checkpoint.path, checkpoint.tokenizer, dtype, progress
+        )
+        options |= {"speculation": speculation, "speculation_params": extra}
+    form = serving_form(config, read_params(checkpoint), dtype)
+    return LLM(form, checkpoint.tokenizer, config=config, **options)
 
 
 class LLM:

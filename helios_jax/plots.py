@@ -6,6 +6,7 @@ backend chosen.
 
 import base64
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,8 @@ def sweep_picture(report: Mapping[str, Any]) -> Figure:
 
         def mean(key: str, load: float, runs=runs) -> float:
             values = [run[key] for run in runs if run["load"] == load]
-            return sum(values) / len(values)
+            # None is a wait that never ended, for which there is no point.
+            return sum(math.nan if value is None else value for value in values) / len(values)
 
         met.plot(loads, [mean("ttft_met", x) for x in loads], "o-", color=color, label=policy)
         waits.plot(loads, [mean("ttft_p95_seconds", x) for x in loads], "o-", color=color)

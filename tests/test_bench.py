@@ -18,6 +18,7 @@ from helios_jax.bench import (
     helios_worker,
     machine,
     serving,
+    speculation,
     tables,
 )
 from helios_jax.bench.cold_start import CACHES, MEMORY, STAGES
@@ -268,6 +269,14 @@ def test_committed_results_say_where_they_come_from(path):
         assert report["versions"]["helios"]["jax"] and report["serving"]
         for row in report["serving"]:
             assert serving.judged(row) == {key: row[key] for key in serving.judged(row)}
+        return
+    if "categories" in report:
+        assert report["versions"]["jax"] and report["prompts"]
+        for row, again in zip(
+            report["categories"], speculation.summarise(report["prompts"]), strict=True
+        ):
+            assert again == {key: row[key] for key in again}
+        assert " at 0x" not in path.read_text(), "an address says nothing to anybody"
         return
     again = comparison.report(
         Workload(**report["workload"] | {"batch_sizes": tuple(report["workload"]["batch_sizes"])}),

@@ -118,7 +118,9 @@ def problem_of(package: str, unit: str, imported: Import) -> str | None:
     if top == "checkpoints_conv":
         if unit not in OPENS_CHECKPOINTS:
             return f"{what}; only {OPENS_CHECKPOINTS} do"
-        return None if imported.in_function else f"{what} outside a function"
+        # The name of a type loads nothing.
+        is_late = imported.in_function or imported.only_types
+        return None if is_late else f"{what} outside a function"
     if unit == "" and imported.only_types:
         return None
     if top == "helios_jax":
@@ -187,6 +189,7 @@ def test_the_checker_finds(path, source, problem, tmp_path):
         ("helios_jax/model/a.py", "from . import rope\nfrom ..cache import dense"),
         ("helios_jax/cli/a.py", "def f():\n    import helios_jax, checkpoints_conv"),
         ("helios_jax/cli/a.py", "def f():\n    from helios_jax.server import run"),
+        ("helios_jax/llm.py", "if TYPE_CHECKING:\n    from checkpoints_conv import Checkpoint"),
         ("helios_jax/hub/a.py", "async def f():\n    import rich\n    import checkpoints_conv"),
         ("helios_jax/__init__.py", "if TYPE_CHECKING:\n    from helios_jax.bench import run"),
         ("checkpoints_conv/a.py", "from helios_jax.quant import QuantTensor\nimport orbax"),
@@ -211,6 +214,7 @@ def tree(root: Path, path: str, source: str) -> Path:
         ("import helios_jax.hub", ("jax", "numpy", "huggingface_hub", "checkpoints_conv")),
         ("import helios_jax; helios_jax.generate; helios_jax.param_shardings", ("tokenizers",)),
         ("import helios_jax.llm", ("checkpoints_conv", "typer")),
+        ("import helios_jax.bench", ("jax", "flax")),
         ("import helios_jax.server", ("jax", "numpy", "typer")),
         ("import pallas_kernels, pallas_kernels.packing", ("helios_jax", "flax")),
     ],

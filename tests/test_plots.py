@@ -36,6 +36,17 @@ def test_replays_are_told_apart():
     assert {"12.5", "80", "90"} <= set(texts(figure))
 
 
+def test_a_wait_that_never_ended_has_no_point_and_spoils_no_other():
+    runs = [
+        {"policy": "x", "load": load, "ttft_met": 0.5, "ttft_p95_seconds": seconds}
+        for load, seconds in ((0.5, 2.0), (1.0, None), (1.5, float("inf")))
+    ]
+    figure = plots.sweep_picture({"runs": runs, "wanted": 0.95})
+    first, second, third = figure.axes[1].lines[0].get_ydata()
+    assert first == 2 and second != second and third == float("inf")
+    assert plots.as_data_url(figure).startswith("data:image/png;base64,")
+
+
 def test_a_sweep_has_a_line_per_policy():
     runs = [
         {"policy": policy, "load": load, "ttft_met": 1 - load / 4, "ttft_p95_seconds": load}

@@ -24,6 +24,7 @@ from helios_jax.profiler import (
     Formats,
     Weights,
     decode_bytes,
+    kv_bytes_per_token,
     num_matmul_weights,
     weights_as_stored,
     weights_of_formats,
@@ -31,6 +32,7 @@ from helios_jax.profiler import (
 )
 from helios_jax.sampling import SamplingParams, sample_tokens, stack_sampling
 from helios_jax.speculative import DraftModel, SpeculationParams, measure_costs
+from helios_jax.speculative.draft_vocabulary import model_params
 from helios_jax.speculative.passes import logits_of, private_rows, run_rows
 from helios_jax.speculative_config import load_speculation
 from pallas_kernels.kv_format import format_of
@@ -93,15 +95,18 @@ def profile(
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     speculation, extra = None, SpeculationParams()
-    num_draft_tokens, draft = 0, None
+    num_draft_tokens, draft, stored_draft = 0, None, None
     if job.speculative_config is not None:
         speculation, extra = load_speculation(
             job.speculative_config, path, checkpoint.tokenizer, job.dtype
         )
         num_draft_tokens = speculation.max_num_draft_tokens
         if isinstance(speculation.proposer, DraftModel):
-            served = speculation.proposer.model
-            draft = (served.config, weights_of_params(extra.proposer, job.num_rows))
+            small = speculation.proposer.model.config
+            served = model_params(extra.proposer)
+            draft = (small, weights_of_params(served, job.num_rows))
+            on_disk = open_checkpoint(hub.resolve(job.speculative_config["model"]))
+            stored_draft = (small, weights_as_stored(read_params(on_disk)))
     require(
         job.context_tokens + num_draft_tokens + 1 <= config.max_model_len,
         f"context_tokens={job.context_tokens}: with the tokens of a round it exceeds the model's "
@@ -152,7 +157,10 @@ def profile(
             "roofline_share": floor / seconds,
         },
         "xla": xla,
-        "gpus": predict(config, stored, job, num_draft_tokens=num_draft_tokens, draft=draft),
+        "gpus": predict(
+            config, stored, job, gpu_kv_bits(job.kv_cache_dtype), num_draft_tokens=num_draft_tokens,
+            draft=stored_draft,
+        ),
     }  # fmt: skip
 
 
@@ -182,7 +190,7 @@ def predict(
     config: ModelConfig,
     weights: Weights,
     job: ProfileJob,
-    kv_bits: int = 8,
+    kv_bits: int,
     *,
     num_draft_tokens: int = 0,
     draft: tuple[ModelConfig, Weights] | None = None,
@@ -190,23 +198,23 @@ def predict(
     """By GPU: the longer of moving a round's bytes and doing its flops, from the data sheet.
 
     Args:
-      weights: as a GPU reads them.
-      kv_bits: of its KV cache; 8 is the default there.
+      weights: as a GPU reads them; those of `draft` too.
+      kv_bits: of its KV cache.
 
     Returns:
       {gpu: {name, seconds, tokens_per_second (without drafts accepted), total_bytes, limit ("bytes"
-      or "flops"), fits, source}}.
+      or "flops"), fits, source}}; fits is whether both models and their keys and values take less
+      than 90% of the memory.
     """
     moved = decode_bytes(
         config, weights, num_rows=job.num_rows, context_tokens=job.context_tokens, kv_bits=kv_bits,
         num_draft_tokens=num_draft_tokens, draft=draft,
     )  # fmt: skip
-    num_tokens = job.num_rows * (1 + num_draft_tokens)
-    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim
-    flops = num_tokens * (
-        2.0 * sum(num_matmul_weights(config)) + attention * (job.context_tokens + 1)
-    )
-    held = weights.once + weights.per_token * config.vocab_size + moved.kv_read
+    flops = _flops(config, job.num_rows * (1 + num_draft_tokens), job)
+    held = _held_bytes(config, weights, job, kv_bits)
+    if draft is not None:
+        flops += _flops(draft[0], job.num_rows * num_draft_tokens, job)
+        held += _held_bytes(*draft, job, kv_bits)
     predictions = {}
     for key in job.gpus:
         gpu = GPUS[key]
@@ -223,6 +231,25 @@ def predict(
             "source": gpu.source,
         }
     return predictions
+
+
+def gpu_kv_bits(kv_cache_dtype: str) -> int:
+    """Of a cached element on a GPU; "auto" is 8 there."""
+    return 8 if kv_cache_dtype == "auto" else format_of(kv_cache_dtype).bits
+
+
+def _flops(config: ModelConfig, num_tokens: int, job: ProfileJob) -> float:
+    """Of the passes of so many tokens, each after the job's context."""
+    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim
+    weights = 2.0 * sum(num_matmul_weights(config))
+    return num_tokens * (weights + attention * (job.context_tokens + 1))
+
+
+def _held_bytes(config: ModelConfig, weights: Weights, job: ProfileJob, kv_bits: int) -> float:
+    """All of a model, and its rows' keys and values; tied weights are the embedding too."""
+    embedding = 0.0 if config.tie_word_embeddings else weights.per_token * config.vocab_size
+    cached = job.num_rows * job.context_tokens * kv_bytes_per_token(config, kv_bits)
+    return weights.once + embedding + cached
 
 
 def _measured(

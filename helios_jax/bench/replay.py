@@ -16,8 +16,7 @@ from helios_jax.config import require
 from helios_jax.engine import Engine
 from helios_jax.engine.programs import forget
 from helios_jax.engine.variants import MIN_CHUNK_TOKENS, MIN_CONTEXT_TOKENS
-from helios_jax.llm import LLM, use_compilation_cache
-from helios_jax.model.forms import serving_form
+from helios_jax.llm import LLM, load_checkpoint
 from helios_jax.replay import (
     Targets,
     Trace,
@@ -36,7 +35,6 @@ from helios_jax.replay.serving import ReplayRequest, Run, State, serve
 from helios_jax.replay.stream_client import StreamClient
 from helios_jax.sampling import SamplingParams
 from helios_jax.scheduler import SchedulerConfig, find_policy
-from helios_jax.speculative_config import load_speculation
 
 Watch = Callable[[State], Any]
 # Requests of the trace itself, at its pace, that are served before what is timed.
@@ -83,21 +81,24 @@ class Traffic:
         Raises:
           ValueError: as the readers, or a length that the engine cannot serve.
         """
-        require(self.time_stretch > 0, f"time_stretch={self.time_stretch}: must be above 0")
-        trace = read_trace(self.trace)
-        if self.start_seconds or self.window_seconds is not None:
-            trace = trace.window(self.start_seconds, self.window_seconds or float("inf"))
-        if self.sample < 1:
-            trace = trace.thinned(self.sample, self.seed)
         half = max_model_len // 2
-        prompt, output = self.max_prompt or half, self.max_output or half
+        prompt = half if self.max_prompt is None else self.max_prompt
+        output = half if self.max_output is None else self.max_output
         require(
             prompt + output <= max_model_len,
             f"max_prompt={prompt} and max_output={output}: exceed max_model_len={max_model_len} "
             "together; lower them",
         )
-        scaled = trace.scaled(self.length_scale, prompt, output)
-        return scaled.at_load(1 / self.time_stretch)
+        return read_trace(self.trace).cut(
+            start_seconds=self.start_seconds,
+            window_seconds=self.window_seconds,
+            sample=self.sample,
+            time_stretch=self.time_stretch,
+            length_scale=self.length_scale,
+            max_prompt=prompt,
+            max_output=output,
+            seed=self.seed,
+        )
 
     def requests(self, trace: Trace, tokenizer: Any) -> list[ReplayRequest]:
         """What is sent of `read`'s trace."""
@@ -171,26 +172,17 @@ class Serving:
         Raises:
           ValueError: as `helios_jax.load`.
         """
-        from checkpoints_conv import open_checkpoint, read_params
+        from checkpoints_conv import open_checkpoint
         from checkpoints_conv.gqa import checkpoint_with_kv_heads
 
-        use_compilation_cache()
-        path = hub.resolve(self.model)
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(hub.resolve(self.model))
         if self.num_kv_heads is not None:
             checkpoint = checkpoint_with_kv_heads(checkpoint, self.num_kv_heads)
-        options: dict[str, Any] = {}
-        if self.speculative_config is not None:
-            speculation, extra = load_speculation(
-                self.speculative_config, path, checkpoint.tokenizer, self.dtype
-            )
-            options = {"speculation": speculation, "speculation_params": extra}
-        config = checkpoint.config
-        return LLM(
-            serving_form(config, read_params(checkpoint), self.dtype),
-            checkpoint.tokenizer,
-            config=config,
-            max_model_len=min(self.max_model_len, config.max_model_len),
+        return load_checkpoint(
+            checkpoint,
+            dtype=self.dtype,
+            speculative_config=self.speculative_config,
+            max_model_len=min(self.max_model_len, checkpoint.config.max_model_len),
             max_num_seqs=self.max_num_seqs,
             seed=0,
             urgency=find_policy(self.policy),
@@ -199,7 +191,6 @@ class Serving:
             kv_watermark=self.kv_watermark,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             enable_prefix_caching=self.enable_prefix_caching,
-            **options,
         )
 
 
@@ -377,7 +368,7 @@ def predicted(replayed: Replayed, costs: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
       `replay.summarize`'s figures, and "ratios" of the simulated median TTFT and output throughput
-      to the measured ones.
+      to the measured ones; None where nothing was measured.
     """
     requests, report = replayed.requests, replayed.report
 
@@ -393,9 +384,9 @@ def predicted(replayed: Replayed, costs: Mapping[str, Any]) -> dict[str, Any]:
         find_policy(report["serving"]["policy"]), overlaps=True,
     )  # fmt: skip
     found = summarize(replayed.trace, targets, outcome)
-    return found | {
-        "ratios": {
-            "median_ttft": 1e3 * found["ttft_p50_seconds"] / report["median_ttft_ms"],
-            "output_throughput": found["output_throughput"] / report["output_throughput"],
-        }
+    pairs = {
+        "median_ttft": (1e3 * found["ttft_p50_seconds"], report["median_ttft_ms"]),
+        "output_throughput": (found["output_throughput"], report["output_throughput"]),
     }
+    ratios = {name: ours / theirs if theirs else None for name, (ours, theirs) in pairs.items()}
+    return found | {"ratios": ratios}

@@ -1,7 +1,8 @@
 """How much faster does speculation decode real prompts, by category? A report."""
 
 import datetime
-import json
+import hashlib
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -61,16 +62,21 @@ def read_prompts(workload: SpeculationWorkload) -> list[dict[str, Any]]:
     Raises:
       ValueError: naming the file and line that cannot be used, or a category that is not there.
     """
+    # What loads jax, which this package does not.
+    from helios_jax.calibrate.data import conversation_of, read_objects
+
     path = Path(workload.prompts)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts={workload.prompts!r}: cannot be read: {error}") from None
     by_category: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            request = _parse(f"{path}:{number}", line)
-            by_category.setdefault(request["category"], []).append((number, request))
+    for number, (where, fields) in enumerate(read_objects(path)):
+        request = {"category": str(fields.get("category", "prompt"))}
+        request |= conversation_of(where, fields)
+        if not all(request.values()):
+            raise ValueError(f"{where}: asks nothing; leave the line out")
+        if request["category"] == ALL:
+            raise ValueError(
+                f"{where}: category={ALL!r}: is what the sum of all is called; name it otherwise"
+            )
+        by_category.setdefault(request["category"], []).append((number, request))
     for name in workload.categories:
         if name not in by_category:
             raise ValueError(f"category={name!r}: {path} has {', '.join(sorted(by_category))}")
@@ -84,25 +90,6 @@ def read_prompts(workload: SpeculationWorkload) -> list[dict[str, Any]]:
     return [request for _, request in sorted(chosen, key=lambda numbered: numbered[0])]
 
 
-def _parse(where: str, line: str) -> dict[str, Any]:
-    try:
-        request = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: is not JSON: {error}") from None
-    if not isinstance(request, dict):
-        raise ValueError(f"{where}: must be a JSON object, not {line[:40]!r}")
-    category = str(request.get("category", "prompt"))
-    if isinstance(request.get("turns"), list) and request["turns"]:
-        return {
-            "category": category,
-            "messages": [{"role": "user", "content": str(request["turns"][0])}],
-        }
-    for key, kind in (("messages", list), ("prompt", str)):
-        if isinstance(request.get(key), kind) and request[key]:
-            return {"category": category, key: request[key]}
-    raise ValueError(f"{where}: must have `prompt` (text), `messages` or `turns` (lists)")
-
-
 def measure_speculation(
     workload: SpeculationWorkload, progress: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
@@ -112,9 +99,9 @@ def measure_speculation(
       progress: told what runs.
 
     Returns:
-      schema 1: {date, machine, workload, versions, weights, speculation, costs, acceptance,
-      categories: rows, prompts: what was measured of each}. A row is one category, the last one
-      is "all" of them; see `summarise`.
+      schema 1: {date, machine, command, workload, prompts_sha256 (of the file), versions, weights,
+      speculation, costs, acceptance, categories: rows, prompts: what was measured of each}. A row
+      is one category, the last one is "all" of them; see `summarise`.
 
     Raises:
       ValueError: a prompt, category or configuration that cannot be used.
@@ -135,7 +122,13 @@ def measure_speculation(
         "schema": 1,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine.describe(),
+        "command": shlex.join(
+            # By its name, not where it is here.
+            Path(each).name if each == workload.prompts else each
+            for each in [Path(sys.argv[0]).name, *sys.argv[1:]]
+        ),
         "workload": asdict(workload) | {"prompts": Path(workload.prompts).name},
+        "prompts_sha256": hashlib.sha256(Path(workload.prompts).read_bytes()).hexdigest(),
         **{key: value for key, value in found.items() if key != "prompts"},
         "categories": summarise(found["prompts"]),
         "prompts": found["prompts"],
@@ -148,7 +141,8 @@ def summarise(prompts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     A row: category, num_prompts, num_equal (of equal output), plain_rate and rate (tokens per
     second after the first token, all prompts' over all prompts' time), ratio (of the two),
     total_ratio (likewise of whole requests, prefill included), acceptance_rate,
-    acceptance_length, num_compiled (prompts during whose timed runs a program was compiled).
+    acceptance_length, num_compiled (prompts during whose timed runs a program was compiled). None
+    where nothing came after any first token, or nothing was drafted.
     """
     categories = list(dict.fromkeys(prompt["category"] for prompt in prompts))
     chosen = [(name, [p for p in prompts if p["category"] == name]) for name in categories]
@@ -163,28 +157,26 @@ def _summary(prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for side in ("plain", "speculative")
     )
     drafts = {key: sum(prompt["speculative"][key] for prompt in prompts) for key in _DRAFTS}
-    rates = [
-        (side["num_tokens"] - len(prompts)) / (side["total_seconds"] - side["ttft_seconds"])
+    plain_rate, rate = (
+        _over(side["num_tokens"] - len(prompts), side["total_seconds"] - side["ttft_seconds"])
         for side in (plain, ours)
-    ]
-    whole = [side["num_tokens"] / side["total_seconds"] for side in (plain, ours)]
+    )
+    whole = [_over(side["num_tokens"], side["total_seconds"]) for side in (plain, ours)]
+    length = _over(drafts["num_accepted_tokens"], drafts["num_verifications"])
     return {
         "num_prompts": len(prompts),
         "num_equal": sum(prompt["is_equal"] for prompt in prompts),
-        "plain_rate": rates[0],
-        "rate": rates[1],
-        "ratio": rates[1] / rates[0],
-        "total_ratio": whole[1] / whole[0],
-        "acceptance_rate": (
-            drafts["num_accepted_tokens"] / drafts["num_draft_tokens"]
-            if drafts["num_draft_tokens"]
-            else None
-        ),
-        "acceptance_length": (
-            1 + drafts["num_accepted_tokens"] / drafts["num_verifications"]
-            if drafts["num_verifications"]
-            else None
-        ),
+        "plain_rate": plain_rate,
+        "rate": rate,
+        "ratio": _over(rate, plain_rate),
+        "total_ratio": _over(whole[1], whole[0]),
+        "acceptance_rate": _over(drafts["num_accepted_tokens"], drafts["num_draft_tokens"]),
+        "acceptance_length": None if length is None else 1 + length,
         **drafts,
         "num_compiled": sum(prompt["is_compiled"] for prompt in prompts),
     }
+
+
+def _over(a: float | None, b: float | None) -> float | None:
+    """a / b; None where there is nothing to divide by."""
+    return None if a is None or not b else a / b

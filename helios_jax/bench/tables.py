@@ -1,5 +1,6 @@
 """How do the reports read? As tables for a terminal."""
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -176,31 +177,43 @@ def speculation_table(report: Mapping[str, Any]) -> Table:
         "tokens a verification", "equal outputs",
     ):  # fmt: skip
         table.add_column(title, justify="right")
+
+    def shown(value: float | None, form: str) -> str:
+        return "" if value is None else form.format(value)
+
     for row in report["categories"]:
-        rate, length = row["acceptance_rate"], row["acceptance_length"]
         table.add_row(
             row["category"] + (" (COMPILED WHILE TIMED)" if row["num_compiled"] else ""),
             str(row["num_prompts"]),
-            f"{row['plain_rate']:.4g}",
-            f"{row['rate']:.4g}",
-            f"{row['ratio']:.2f}x",
-            f"{row['total_ratio']:.2f}x",
-            "" if rate is None else f"{rate:.0%}",
-            "" if length is None else f"{length:.2f}",
+            shown(row["plain_rate"], "{:.4g}"),
+            shown(row["rate"], "{:.4g}"),
+            shown(row["ratio"], "{:.2f}x"),
+            shown(row["total_ratio"], "{:.2f}x"),
+            shown(row["acceptance_rate"], "{:.0%}"),
+            shown(row["acceptance_length"], "{:.2f}"),
             str(row["num_equal"]),
         )
     return table
 
 
 def describe_speculation(report: Mapping[str, Any]) -> list[str]:
-    """Acceptance by place in the draft, versions, weights."""
+    """Acceptance by place in the draft, versions, weights; how near unequal answers were."""
     rates = [
         f"{place['num_accepted'] / place['num_proposed']:.0%}"
         for place in report["acceptance"]
         if place["num_proposed"]
     ]
     by_place = f"accepted by place in the draft: {', '.join(rates) or 'nothing was drafted'}"
-    return [by_place, f"helios: {_versions(report['versions'])}; {report['weights']}"]
+    lines = [by_place, f"helios: {_versions(report['versions'])}; {report['weights']}"]
+    found = [prompt["difference"] for prompt in report["prompts"]]
+    margins = sorted(each["margin"] for each in found if each is not None)
+    if margins:
+        lines.append(
+            f"{len(margins)} greedy outputs differ; where each first does, the target's best two "
+            f"logits lie {statistics.median(margins):.3g} apart in the median, "
+            f"{margins[-1]:.3g} at most"
+        )
+    return lines
 
 
 def _quantity(value: float, unit: str) -> str:

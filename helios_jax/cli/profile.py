@@ -59,10 +59,9 @@ def profile(
     from rich.console import Console
 
     from helios_jax.bench import tables
-    from helios_jax.bench.profile import ProfileJob, profile_config
+    from helios_jax.bench.profile import ProfileJob, gpu_kv_bits, profile_config
     from helios_jax.bench.profile import profile as measure
     from helios_jax.profiler import GPUS, Formats
-    from pallas_kernels.kv_format import format_of
 
     options.check_folder("json", json_path)
     options.check_plot(plot)
@@ -83,8 +82,7 @@ def profile(
         if config is None:
             report = measure(model, job, status.update)
         else:
-            kv_bits = 8 if kv_cache_dtype == "auto" else format_of(kv_cache_dtype).bits
-            formats = Formats(weight_bits=weight_bits, kv_bits=kv_bits)
+            formats = Formats(weight_bits=weight_bits, kv_bits=gpu_kv_bits(kv_cache_dtype))
             report = profile_config(model, config, formats, job)
     console = Console()
     console.print(tables.profile_table(report))

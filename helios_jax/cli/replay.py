@@ -164,6 +164,12 @@ def replay(
         "server: has one configuration, and its steps are not seen; leave --ladder, --costs and "
         "--predict out",
     )
+    speculating = options.speculating(prompt_lookup, draft, speculative_config)
+    require(
+        not (speculating and (costs or predict)),
+        "costs, predict: are of plain decoding; leave --prompt-lookup, --draft and "
+        "--speculative-config out",
+    )
     given_costs = None if predict is None else json.loads(predict.read_text())
     if given_costs is not None:
         costs_from_json(given_costs)
@@ -193,9 +199,16 @@ def replay(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
-        **options.speculating(prompt_lookup, draft, speculative_config),
+        **speculating,
     )
     goals = _goals(goodput)
+
+    def write(report: dict[str, Any], text: str) -> None:
+        if json_path is not None:
+            json_path.write_text(json.dumps(report, indent=2) + "\n")
+        if markdown is not None:
+            markdown.write_text(text)
+
     report: dict[str, Any]
     with Console(stderr=True).status("") as status:
         saying = ""
@@ -228,17 +241,19 @@ def replay(
         else:
             replayed = run(traffic, serving, goodput=goals, say=say, watch=watch)
             report = {"circumstances": circumstances()} | replayed.report
-            if given_costs is not None:
-                status.update("simulating the same requests")
-                report["predicted"] = predicted(replayed, given_costs)
             reports = {model: report}
             text_of = to_markdown(reports)
+            # Before what else is made of it, which a run of few requests may not suffice for.
+            write(report, text_of)
             if costs is not None:
                 limits = replayed.scheduler_config
                 fitted = fit_costs(replayed.steps, limits)
-                about = {"circumstances": circumstances(), "traffic": report["traffic"],
-                         "serving": report["serving"]}  # fmt: skip
+                about = {key: report[key] for key in ("circumstances", "traffic", "serving")}
                 costs.write_text(json.dumps(about | to_json(fitted, limits), indent=2) + "\n")
+            if given_costs is not None:
+                status.update("simulating the same requests")
+                report["predicted"] = predicted(replayed, given_costs)
+    write(report, text_of)
     # A column per run: as rows, fifteen figures would not fit a terminal.
     table = Table("")
     for name in reports:
@@ -261,17 +276,17 @@ def replay(
         )
     if "predicted" in report:
         found = report["predicted"]
+        of_measured = {
+            name: "–" if ratio is None else f"{ratio:.2f}"
+            for name, ratio in found["ratios"].items()
+        }
         console.print(
             f"simulated with {predict}: median TTFT {1e3 * found['ttft_p50_seconds']:.0f} ms "
-            f"({found['ratios']['median_ttft']:.2f} of the measured one), "
+            f"({of_measured['median_ttft']} of the measured one), "
             f"{found['output_throughput']:.1f} tokens/s in all "
-            f"({found['ratios']['output_throughput']:.2f})",
+            f"({of_measured['output_throughput']})",
             highlight=False,
         )
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2) + "\n")
-    if markdown is not None:
-        markdown.write_text(text_of)
     if plot is not None:
         from helios_jax import plots
 

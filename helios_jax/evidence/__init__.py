@@ -6,7 +6,15 @@ Markdown and HTML. `results/` holds a report that was made.
 """
 
 from helios_jax.evidence.pages import write_pages
-from helios_jax.evidence.parts import Inputs, Part, make_inputs, parts_of, run_part
+from helios_jax.evidence.parts import (
+    Inputs,
+    Part,
+    kept_inputs,
+    kept_parts,
+    make_inputs,
+    parts_of,
+    run_part,
+)
 from helios_jax.evidence.recheck import Recheck, recheck
 from helios_jax.evidence.tables import Cell, Table, tables_of
 
@@ -16,6 +24,8 @@ __all__ = [
     "Part",
     "Recheck",
     "Table",
+    "kept_inputs",
+    "kept_parts",
     "make_inputs",
     "parts_of",
     "recheck",

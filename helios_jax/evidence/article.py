@@ -12,6 +12,7 @@ LADDER = {
     "+ speculative decoding (gamma 4)": (342, 589, 76, 4830),
     "+ priority-aware paged batching": (289, 497, 68, 5410),
 }
+LADDER_4BIT = "+ AWQ 4-bit weights"
 LADDER_COLUMNS = ("median TTFT, ms", "p95 TTFT, ms", "median tok/s per user", "tok/s in all")
 
 # Format: MB a sequence of 2048 tokens, perplexity on their domain.

@@ -62,9 +62,13 @@ def to_markdown(tables: list[Table], kept: Mapping[str, Mapping[str, Any]], inpu
             shown = "" if cell.row == before else cell.row
             before = cell.row
             link = _link(cell)
-            value = show(cell.value(results[cell.part]), cell.unit)
-            differs = "" if cell.differs == said else cell.differs
-            said = cell.differs
+            result = results[cell.part]
+            value = show(cell.value(result), cell.unit)
+            if cell.is_lower_bound(result):
+                value = f"at least {value}"
+            saying = cell.differs if isinstance(cell.differs, str) else cell.differs(result)
+            differs = "" if saying == said else saying
+            said = saying
             lines.append(
                 f"| {shown} | {cell.column} | {cell.article} | [{value}]({link}) | {differs} |"
             )

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helios_jax import hub
 from helios_jax.calibrate.record import circumstances
 from helios_jax.config import require
 from helios_jax.replay.generated import Arrivals, write_azure_csv
 from helios_jax.replay.prompts import DEFAULT_TEXT, read_text
 
-PARTS, INPUTS = "parts", "inputs"
+PARTS, INPUTS, ARGUMENTS = "parts", "inputs", "inputs.json"
 # Of the article's time, 30 requests a minute of a thousand tokens.
 _GENERATED = Arrivals()
 # Some ten thousand tokens.
@@ -38,7 +39,7 @@ class Inputs:
       trace, text, calibration: their paths relative to the folder; the last is the text's end,
         which nothing is measured on.
       draft: a draft model; None drafts by prompt lookup.
-      model: of the measured parts.
+      model: of the measured parts. A local model or draft is a link under the folder.
       descriptions: one line each on where they come from.
     """
 
@@ -74,17 +75,37 @@ def make_inputs(
     trace: Path | None = None,
     text: Path | None = None,
     draft: str | None = None,
+    as_before: bool = False,
 ) -> Inputs:
-    """Copies what was given into the folder, and makes what was not.
+    """Copies what was given into the folder, links local models, and makes what was not given.
+
+    Args:
+      as_before: there are parts that stay, so that these must be the inputs they were run on.
 
     Raises:
-      ValueError: a file that is not there.
+      ValueError: a file that is not there, or other inputs than before.
     """
     inputs = folder / INPUTS
     inputs.mkdir(parents=True, exist_ok=True)
     described = []
     for name, path in (("trace", trace), ("text", text)):
         require(path is None or path.is_file(), f"{name}={str(path)!r}: is no file")
+    model = _linked(folder, "model", model)
+    draft = None if draft is None else _linked(folder, "draft", draft)
+    arguments = {
+        "model": model,
+        "trace": None if trace is None else f"{INPUTS}/{trace.name}",
+        "text": None if text is None else f"{INPUTS}/{text.name}",
+        "draft": draft,
+    }
+    kept = folder / ARGUMENTS
+    before = json.loads(kept.read_text()) if as_before and kept.is_file() else arguments
+    require(
+        before == arguments,
+        f"out={str(folder)!r}: holds parts of {before}, not of {arguments}; leave --part out, or "
+        "name another folder",
+    )
+    kept.write_text(json.dumps(arguments, indent=1) + "\n")
     if trace is None:
         trace_path = inputs / "generated.csv"
         write_azure_csv(_GENERATED.draw(), trace_path)
@@ -94,7 +115,9 @@ def make_inputs(
             f"and outputs of {_GENERATED.median_output:g} in the median, seed {_GENERATED.seed}"
         )
     else:
-        trace_path = Path(shutil.copyfile(trace, inputs / trace.name))
+        trace_path = inputs / trace.name
+        if trace.resolve() != trace_path.resolve():
+            shutil.copyfile(trace, trace_path)
         described.append(f"trace: {trace.name}")
     text_path = inputs / (text.name if text is not None else "reference.txt")
     content = read_text(text)
@@ -102,10 +125,59 @@ def make_inputs(
     calibration_path = inputs / f"end_of_{text_path.name}"
     calibration_path.write_text(content[-_CALIBRATION_CHARS:], encoding="utf-8")
     described.append(f"text: {DEFAULT_TEXT if text is None else text.name}")
-    described.append(f"model: {model}")
+    described.append(f"model: {Path(model).name if _is_linked(model) else model}")
     described.append("draft: prompt lookup" if draft is None else f"draft: {Path(draft).name}")
     names = [f"{INPUTS}/{path.name}" for path in (trace_path, text_path, calibration_path)]
     return Inputs(*names, draft=draft, model=model, descriptions=tuple(described))
+
+
+def kept_inputs(folder: Path) -> Inputs:
+    """Those of the report that is there, made again where the files are not.
+
+    Raises:
+      ValueError: there is no report, or what it was given is gone.
+    """
+    path = folder / ARGUMENTS
+    require(path.is_file(), f"out={str(folder)!r}: holds no report; make it without --check first")
+    given = json.loads(path.read_text())
+
+    def there(name: str) -> Path | None:
+        return None if given[name] is None else folder / given[name]
+
+    models = {}
+    for name in ("model", "draft"):
+        is_local = _is_linked(given[name])
+        require(
+            not is_local or (folder / given[name]).exists(),
+            f"{name}={given[name]!r}: what it links to in {str(folder)!r} is gone; make the report "
+            "anew, or put it back",
+        )
+        models[name] = str(folder / given[name]) if is_local else given[name]
+    return make_inputs(folder, trace=there("trace"), text=there("text"), **models)
+
+
+def kept_parts(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """What `run_part` left there, in the order of the names."""
+    paths = {name: folder / PARTS / f"{name}.json" for name in names}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
+
+
+def _linked(folder: Path, kind: str, name: str) -> str:
+    """What the commands, which run in the folder, call a model: a local one is linked there."""
+    path = Path(name).expanduser()
+    if name in hub.KNOWN_MODELS or not path.exists():
+        return name
+    link = folder / INPUTS / kind / os.path.basename(os.path.abspath(path))
+    if path.resolve() != link.resolve():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.resolve())
+    return f"{INPUTS}/{kind}/{link.name}"
+
+
+def _is_linked(model: str | None) -> bool:
+    """Whether `_linked` put it there."""
+    return model is not None and model.startswith(f"{INPUTS}/")
 
 
 def parts_of(inputs: Inputs, quick: bool) -> list[Part]:
@@ -303,10 +375,22 @@ def _shortened(found: Any) -> Any:
 
 
 def _key(part: Part, folder: Path) -> str:
-    """Of the command and the contents of the files that it reads."""
+    """Of the command and the contents of the files that it reads.
+
+    A native checkpoint's manifest has sums of all it holds; of another folder, names, sizes and
+    times of its files count.
+    """
     digest = hashlib.sha256(json.dumps(part.arguments).encode())
     for argument in part.arguments:
         path = folder / argument.partition("=")[2] if "=" in argument else folder / argument
+        if path.is_dir() and (path / "manifest.json").is_file():
+            path = path / "manifest.json"
         if path.is_file():
-            digest.update(path.read_bytes())
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        elif path.is_dir():
+            for file in sorted(path.iterdir()):
+                about = file.stat()
+                digest.update(f"{file.name} {about.st_size} {about.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]

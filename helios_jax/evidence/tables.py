@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from helios_jax.evidence import article
-from helios_jax.replay import Drafts
+from helios_jax.replay import Drafts, is_lower_bound
 
 Results = Mapping[str, Any]
 
@@ -22,7 +22,8 @@ class Cell:
       part: whose JSON has it.
       value: takes it out of that part's result; None where it has none.
       unit: "ms", "tok/s", "MB", "%" (of a share), "x" or "".
-      differs: a word on what makes the two incomparable.
+      differs: a word on what makes the two incomparable, or what says it of that part's result.
+      is_lower_bound: whether the value may be higher, of that part's result.
     """
 
     row: str
@@ -31,7 +32,8 @@ class Cell:
     part: str
     value: Callable[[Any], float | None]
     unit: str
-    differs: str
+    differs: str | Callable[[Any], str]
+    is_lower_bound: Callable[[Any], bool] = lambda result: False
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Table:
 
 _SMALL = "135M model on this machine, not 7B on a GPU; compare the ratios"
 _MODEL = "simulated: bytes, flops and the scheduler alone, no kernels, 60% of the data sheet"
+
+
+def difference(a: float | None, b: float | None) -> float | None:
+    """a - b; None where either is missing, such as a wait that never ended."""
+    return None if a is None or b is None else a - b
 
 
 def tables_of(part_names: list[str]) -> list[Table]:
@@ -77,6 +84,10 @@ def _ladder() -> Table:
     )  # fmt: skip
     units = ("ms", "ms", "tok/s", "tok/s")
     cells = []
+
+    def differs(result: Any) -> str:
+        return f"{_SMALL}; {result['ladder'][0]['report']['weights']}"
+
     for number, (row, figures) in enumerate(article.LADDER.items()):
         for key, unit, column, figure in zip(
             keys, units, article.LADDER_COLUMNS, figures, strict=True
@@ -86,17 +97,27 @@ def _ladder() -> Table:
                 return result["ladder"][0]["report"][key]
 
             part = f"ladder_{number}"
-            cells.append(Cell(row, column, f"{figure:,}", part, value, unit, _SMALL))
+            cells.append(Cell(row, column, f"{figure:,}", part, value, unit, differs))
 
     def closing(results: Results) -> str:
         rows = [row for part in ladder_parts(results) for row in part["ladder"]]
         figures = {row["article"]: [row["report"][key] for key in keys] for row in rows}
-        return _verdicts(figures)
+        served = {row["article"]: row["report"]["weights"] for row in rows}
+        return _verdicts(
+            figures,
+            # See `bench.ladder`.
+            {
+                name: f"served is {weights}"
+                for name, weights in served.items()
+                if name == article.LADDER_4BIT and " on cpu: " in weights
+            },
+        )
 
     return Table(
         "ladder",
         "The ladder, measured here",
-        "Five configurations on the same traffic, each adding to the one before.",
+        "The article's configurations, as far as they were run, on the same traffic; each adds to "
+        "the one before.",
         tuple(cells),
         "ladder",
         closing,
@@ -117,7 +138,7 @@ def _predicted() -> Table:
     values: tuple[Callable[[Any], float | None], ...] = (
         milliseconds("ttft_p50_seconds"),
         milliseconds("ttft_p95_seconds"),
-        lambda runs: 1 / runs[0]["tpot_p50_seconds"],
+        lambda runs: 1 / runs[0]["tpot_p50_seconds"] if runs[0]["tpot_p50_seconds"] else None,
         lambda runs: runs[0]["capacity_tokens_per_second"],
     )
     units = ("ms", "ms", "tok/s", "tok/s")
@@ -148,18 +169,28 @@ def _predicted() -> Table:
     )
 
 
-def _verdicts(figures: Mapping[str, list[float | None]]) -> str:
-    """Step by step: does our ratio to the row before point where the article's does?"""
+def _verdicts(
+    figures: Mapping[str, list[float | None]], without: Mapping[str, str] | None = None
+) -> str:
+    """Step by step: does our ratio to the row before point where the article's does?
+
+    Args:
+      without: why a row says nothing about the article's.
+    """
     names = [name for name in article.LADDER if name in figures]
     lines = []
     for before, name in zip(names, names[1:], strict=False):
         words = []
+        reason = (without or {}).get(name)
         for place, column in enumerate(article.LADDER_COLUMNS):
             theirs = article.LADDER[name][place] / article.LADDER[before][place]
             old, new = figures[before][place], figures[name][place]
             if not old or not new:
                 continue
             ours = new / old
+            if reason is not None:
+                words.append(f"{column} x{theirs:.2f} there, x{ours:.2f} here")
+                continue
             if abs(ours - 1) < 0.02:
                 judged = "not seen"
             elif (ours > 1) != (theirs > 1):
@@ -169,7 +200,8 @@ def _verdicts(figures: Mapping[str, list[float | None]]) -> str:
             else:
                 judged = "supported in direction only"
             words.append(f"{column} x{theirs:.2f} there, x{ours:.2f} here: {judged}")
-        lines.append(f"- **{name}**: " + "; ".join(words) + ".")
+        verdict = "" if reason is None else f"no verdict, {reason}; "
+        lines.append(f"- **{name}**: {verdict}" + "; ".join(words) + ".")
     return "Step by step, to the row before:\n\n" + "\n".join(lines)
 
 
@@ -223,12 +255,16 @@ def shipped_results() -> dict[str, Any]:
 
 
 def _weights() -> Table:
-    def loss(file: str, method: str) -> Callable[[Any], float | None]:
+    def more(file: str, method: str, than: str = "") -> Callable[[Any], float | None]:
+        """A method's mean perplexity less another's, or the model's own, which comes first."""
+
+        def mean(models: Any, name: str) -> float | None:
+            found = [each for each in models if each["model"].startswith(name)]
+            return _mean_perplexity(found[0]) if found else None
+
         def value(results: Any) -> float | None:
             models = results[file]["models"]
-            base = _mean_perplexity(models[0])
-            found = [each for each in models if each["model"].startswith(method)]
-            return _mean_perplexity(found[0]) - base if found else None
+            return difference(mean(models, method), mean(models, than))
 
         return value
 
@@ -236,15 +272,16 @@ def _weights() -> Table:
         "mean over five texts of a 135M model; groups of 64; measured "
         "once and shipped (helios_jax/calibrate/results), since quantising takes minutes"
     )
+    least, most = article.AWQ_GAIN_OVER_RTN
     cells = (
-        Cell("AWQ, 4 bits", "perplexity more than unquantised", "under 0.3", SHIPPED,
-             loss("weights_4bit.json", "awq"), "", differs),
-        Cell("rounding, 4 bits", "perplexity more than unquantised", "0.1 to 0.2 above AWQ",
-             SHIPPED, loss("weights_4bit.json", "rtn"), "", differs),
+        Cell("AWQ, 4 bits", "perplexity more than unquantised", f"under {article.AWQ_LOSS}",
+             SHIPPED, more("weights_4bit.json", "awq"), "", differs),
+        Cell("rounding, 4 bits", "perplexity more than AWQ", f"{least} to {most}", SHIPPED,
+             more("weights_4bit.json", "rtn", "awq"), "", differs),
         Cell("AWQ, 3 bits", "perplexity more than unquantised", "worse than GPTQ", SHIPPED,
-             loss("weights_3bit.json", "awq"), "", differs),
+             more("weights_3bit.json", "awq"), "", differs),
         Cell("GPTQ, 3 bits", "perplexity more than unquantised", "better than AWQ", SHIPPED,
-             loss("weights_3bit.json", "gptq"), "", differs),
+             more("weights_3bit.json", "gptq"), "", differs),
     )  # fmt: skip
     return Table("weights", "Quantised weights", "", cells)
 
@@ -319,15 +356,18 @@ def _bytes() -> Table:
 def _preemption() -> Table:
     first, more = article.PREEMPTED
     differs = "a pool of 1.5 GB, so that there is pressure at all; " + _MODEL
+
+    def more_wait(runs: Any) -> float | None:
+        seconds = difference(runs[1]["ttft_p95_seconds"], runs[0]["ttft_p95_seconds"])
+        return None if seconds is None else 1e3 * seconds
+
     cells = (
         Cell("at a load of 0.8", "requests preempted", f"{first:.1%}", "pressure",
              lambda runs: runs[0]["preemption_rate"], "%", differs),
         Cell("at 0.96, a fifth more", "requests preempted", f"{more:.0%}", "pressure",
              lambda runs: runs[1]["preemption_rate"], "%", differs),
         Cell("at 0.96, a fifth more", "p95 TTFT more", f"{article.PREEMPTION_TTFT_MS:.0f} ms",
-             "pressure",
-             lambda runs: 1e3 * (runs[1]["ttft_p95_seconds"] - runs[0]["ttft_p95_seconds"]), "ms",
-             differs),
+             "pressure", more_wait, "ms", differs),
     )  # fmt: skip
     return Table("preemption", "Preemption", "", cells)
 
@@ -336,9 +376,14 @@ def _sweep() -> Table:
     def highest(policy: str) -> Callable[[Any], float | None]:
         return lambda result: result["highest_load"][policy]
 
+    def at_the_end(policy: str) -> Callable[[Any], bool]:
+        return lambda result: is_lower_bound(
+            result["highest_load"][policy], [run["load"] for run in result["runs"]]
+        )
+
     cells = tuple(
         Cell(policy, "highest load with 95% of TTFT targets met", "–", "sweep", highest(policy),
-             "", _MODEL)
+             "", _MODEL, at_the_end(policy))
         for policy in ("deadline", "fcfs", "priority")
     )  # fmt: skip
     return Table("sweep", "Scheduling policies", "Llama 3 8B on one H100.", cells, "sweep")

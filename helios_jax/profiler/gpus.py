@@ -26,25 +26,27 @@ class Gpu:
     source: str
 
 
+def _tuned(key: str, name: str) -> Gpu:
+    """One that kernels are tuned for."""
+    device = DEVICES[key]
+    return Gpu(
+        name,
+        Hardware(device.bandwidth, device.tensor_flops),
+        device.memory_bytes,
+        f"https://www.nvidia.com/en-us/data-center/{key}/",
+    )
+
+
 GPUS = {
-    "a100": Gpu(
-        "A100 80 GB SXM", Hardware(2.039e12, 312e12), DEVICES["a100"].memory_bytes,
-        "https://www.nvidia.com/en-us/data-center/a100/",
-    ),
-    "l4": Gpu(
-        "L4", Hardware(0.300e12, 121e12), DEVICES["l4"].memory_bytes, "https://www.nvidia.com/en-us/data-center/l4/"
-    ),
-    "h100": Gpu(
-        "H100 SXM", Hardware(3.35e12, 989e12), DEVICES["h100"].memory_bytes,
-        "https://www.nvidia.com/en-us/data-center/h100/",
-    ),
-    "h200": Gpu(
-        "H200 SXM", Hardware(4.8e12, 989e12), DEVICES["h200"].memory_bytes,
-        "https://www.nvidia.com/en-us/data-center/h200/",
-    ),
+    "a100": _tuned("a100", "A100 80 GB SXM"),
+    "l4": _tuned("l4", "L4"),
+    "h100": _tuned("h100", "H100 SXM"),
+    "h200": _tuned("h200", "H200 SXM"),
     # An eighth of the system's 64 TB/s, 1,440 GB and 36 PFLOPS with sparsity.
     "b200": Gpu(
-        "B200", Hardware(8.0e12, 2250e12), 180e9,
+        "B200",
+        Hardware(8.0e12, 2250e12),
+        180e9,
         "https://www.nvidia.com/en-us/data-center/dgx-b200/",
     ),
-}  # fmt: skip
+}

@@ -21,7 +21,13 @@ with fcfs 83 s. A policy takes 3 to 6 s for code, 11 to 17 s for conv (one core 
 0.12.0.1).
 """
 
-from helios_jax.replay.lanes import Lane, highest_load, simulate_lanes
+from helios_jax.replay.lanes import (
+    Lane,
+    compile_lanes,
+    highest_load,
+    is_lower_bound,
+    simulate_lanes,
+)
 from helios_jax.replay.machine import (
     BLOCK_TOKENS,
     MODELS,
@@ -56,8 +62,10 @@ __all__ = [
     "Targets",
     "Trace",
     "Update",
+    "compile_lanes",
     "deal_targets",
     "highest_load",
+    "is_lower_bound",
     "machine",
     "make_prompts",
     "read_azure_csv",

@@ -155,21 +155,3 @@ def fit_costs(steps: Sequence[StepRecord], config: SchedulerConfig) -> StepCosts
     names = [field.name for field in dataclasses.fields(StepCosts)]
     values = [*found.tolist(), config.max_num_batched_tokens]
     return StepCosts(**dict(zip(names, values, strict=True)))
-
-
-def explained(costs: StepCosts, steps: Sequence[StepRecord]) -> float:
-    """All steps' seconds by the costs, over the measured ones."""
-    total = 0.0
-    for step in steps:
-        if step.num_rounds or step.num_prefill_tokens:
-            rounds = max(step.num_rounds, 1)
-            decode = step.num_decode_rows / rounds
-            total += rounds * float(
-                costs(
-                    num_tokens=np.float32(decode + step.num_prefill_tokens),
-                    num_decode=np.float32(decode),
-                    decode_kv_tokens=np.float32(step.num_kv_tokens),
-                    num_rounds=np.float32(rounds),
-                )
-            )
-    return total / sum(step.seconds for step in steps)

@@ -11,7 +11,8 @@ compiling takes 15 s (one core of AMD EPYC, jax 0.12.0.1, the other core busy).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,7 +69,21 @@ def simulate_lanes(
     *,
     overlaps: bool = False,
 ) -> list[Outcome]:
-    """Serves the trace once for each lane; outcomes are in the lanes' order.
+    """Serves the trace once for each lane; see `compile_lanes`."""
+    return compile_lanes(trace, lanes, policies, deal, config, step_seconds, overlaps=overlaps)()
+
+
+def compile_lanes(
+    trace: Trace,
+    lanes: Sequence[Lane],
+    policies: dict[str, Urgency],
+    deal: Callable[[int], Targets],
+    config: SchedulerConfig,
+    step_seconds: StepSeconds,
+    *,
+    overlaps: bool = False,
+) -> Callable[[], list[Outcome]]:
+    """Compiles what serves the trace once for each lane; outcomes are in the lanes' order.
 
     Args:
       policies: by the names that lanes use.
@@ -112,21 +127,25 @@ def simulate_lanes(
     ]
     stack = partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
     choice_Z = jnp.asarray([names.index(lane.policy) for lane in lanes])
-    outcomes = _run_lanes(
-        stack(*states), stack(*tables), choice_Z, step_seconds, tuple(policies.values()),
-        config.max_rounds, overlaps,
-    )  # fmt: skip
-    outcomes = jax.tree.map(np.asarray, outcomes)
-    number = len(trace)
-    return [
-        Outcome(
-            outcomes.first_token_time_N[z, :number],
-            outcomes.finish_time_N[z, :number],
-            outcomes.num_events[z],
-            jax.tree.map(lambda counts, z=z: counts[z], outcomes.counters),
-        )
-        for z in range(len(lanes))
-    ]
+    arrays = (stack(*states), stack(*tables), choice_Z)
+    compiled = _run_lanes.lower(
+        *arrays, step_seconds, tuple(policies.values()), config.max_rounds, overlaps
+    ).compile()
+
+    def run() -> list[Outcome]:
+        outcomes = jax.tree.map(np.asarray, compiled(*arrays))
+        number = len(trace)
+        return [
+            Outcome(
+                outcomes.first_token_time_N[z, :number],
+                outcomes.finish_time_N[z, :number],
+                outcomes.num_events[z],
+                jax.tree.map(lambda counts, z=z: counts[z], outcomes.counters),
+            )
+            for z in range(len(lanes))
+        ]
+
+    return run
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
@@ -170,7 +189,8 @@ def fitted(trace: Trace, config: SchedulerConfig) -> SchedulerConfig:
 def highest_load(loads: Sequence[float], met: Sequence[float], wanted: float) -> float | None:
     """The load up to which the share `wanted` is met, interpolated; None if not even the lowest.
 
-    Beyond the first load that misses it nothing counts.
+    Beyond the first load that misses it nothing counts. Where none does it is a lower bound, see
+    `is_lower_bound`.
     """
     order = np.argsort(loads)
     load_L, met_L = np.asarray(loads, float)[order], np.asarray(met, float)[order]
@@ -182,3 +202,8 @@ def highest_load(loads: Sequence[float], met: Sequence[float], wanted: float) ->
         return None
     part = (met_L[first - 1] - wanted) / (met_L[first - 1] - met_L[first])
     return float(load_L[first - 1] + part * (load_L[first] - load_L[first - 1]))
+
+
+def is_lower_bound(highest: float | None, loads: Iterable[float]) -> bool:
+    """Whether `highest_load` found no load that misses, so that it may be higher."""
+    return highest is not None and math.isclose(highest, max(loads), rel_tol=1e-4)

@@ -13,7 +13,7 @@ import numpy as np
 
 from helios_jax.replay.serving import Run, Served
 
-PERCENTILES = (50, 95, 99)
+_TAIL = (95, 99)
 _COUNTERS = (
     "num_steps", "num_rounds", "num_decode_rows", "num_prefill_tokens", "num_preemptions",
     "num_recomputed_tokens", "num_prefix_hit_tokens", "num_migrations", "num_draft_tokens",
@@ -99,7 +99,7 @@ def statistics_ms(name: str, seconds: Sequence[float]) -> dict[str, float | None
         f"median_{name}_ms": float(np.median(values)) if len(values) else None,
         f"std_{name}_ms": float(values.std()) if len(values) else None,
     }
-    for percentile in PERCENTILES[1:]:
+    for percentile in _TAIL:
         value = float(np.percentile(values, percentile)) if len(values) else None
         found[f"p{percentile}_{name}_ms"] = value
     return found

@@ -1,13 +1,13 @@
 """When does each token come if requests arrive as they were recorded? An open loop.
 
 Requests are sent at their times whether earlier ones are done or not, so that a server that falls
-behind is seen to. Where they go is a `Client`: two methods and what it counted.
+behind is seen to. Where they go is a `Client`.
 """
 
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -55,10 +55,6 @@ class Client(Protocol):
         """
         ...
 
-    def counters(self) -> Mapping[str, float]:
-        """Sums since the start, by the names of `Engine.metrics`; those that it has."""
-        ...
-
 
 @dataclass
 class Served:
@@ -98,7 +94,8 @@ class State(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The requests in order of arrival; seconds until the last end; whether it was cut short."""
+    """The requests in order of arrival; seconds until the last end, or until it was cut short;
+    whether it was."""
 
     served: list[Served]
     seconds: float
@@ -182,4 +179,4 @@ def serve(
     except KeyboardInterrupt:
         is_interrupted = True
     ends = [each.end_seconds for each in served if each.end_seconds is not None]
-    return Run(served, max(ends, default=now()), is_interrupted)
+    return Run(served, now() if is_interrupted else max(ends, default=0.0), is_interrupted)

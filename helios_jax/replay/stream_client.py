@@ -1,7 +1,7 @@
 """How are requests replayed on anything that streams: a server's client, another library?"""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from helios_jax.outputs import StreamOutput
@@ -17,28 +17,17 @@ class StreamClient:
       stream: stream(prompt_token_ids, temperature=, max_tokens=, ignore_eos=, seed=, priority=,
         ttft_target_seconds=, tpot_target_seconds=) -> iterator of `StreamOutput`.
       max_in_flight: requests sent at a time; further ones wait here, and their time counts.
-      metrics: sums by the names of `Engine.metrics`, of a server that tells them; None for none.
     """
 
-    def __init__(
-        self,
-        stream: Callable[..., Iterator[StreamOutput]],
-        *,
-        max_in_flight: int = 256,
-        metrics: Callable[[], Mapping[str, float]] | None = None,
-    ):
+    def __init__(self, stream: Callable[..., Iterator[StreamOutput]], *, max_in_flight: int = 256):
         self._stream = stream
         self._room = threading.Semaphore(max_in_flight)
-        self._metrics = metrics
 
     def submit(self, request: ReplayRequest, on_update: Callable[[Update], Any]) -> bool:
         if not self._room.acquire(blocking=False):
             return False
         threading.Thread(target=self._follow, args=(request, on_update), daemon=True).start()
         return True
-
-    def counters(self) -> Mapping[str, float]:
-        return {} if self._metrics is None else self._metrics()
 
     def _follow(self, request: ReplayRequest, on_update: Callable[[Update], Any]) -> None:
         try:

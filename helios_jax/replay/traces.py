@@ -38,6 +38,41 @@ class Trace:
     def __len__(self) -> int:
         return len(self.arrival_seconds)
 
+    def cut(
+        self,
+        *,
+        start_seconds: float = 0.0,
+        window_seconds: float | None = None,
+        sample: float = 1.0,
+        num_requests: int | None = None,
+        time_stretch: float = 1.0,
+        length_scale: float = 1.0,
+        max_prompt: int | None = None,
+        max_output: int | None = None,
+        seed: int = 0,
+    ) -> "Trace":
+        """What is served: of a recording a window, of that a share, of that the first requests.
+
+        Args:
+          start_seconds, window_seconds: see `window`; None is all of the rest.
+          sample: see `thinned`, drawn by `seed`.
+          num_requests: see `head`; None is all.
+          time_stretch: what times are multiplied with; below 1 they come faster.
+          length_scale, max_prompt, max_output: see `scaled`.
+
+        Raises:
+          ValueError: a value out of its range, or nothing is left.
+        """
+        require(time_stretch > 0, f"time_stretch={time_stretch}: must be above 0")
+        kept = self
+        if start_seconds != 0 or window_seconds is not None:
+            kept = kept.window(start_seconds, np.inf if window_seconds is None else window_seconds)
+        if sample != 1:
+            kept = kept.thinned(sample, seed)
+        if num_requests is not None:
+            kept = kept.head(num_requests)
+        return kept.scaled(length_scale, max_prompt, max_output).at_load(1 / time_stretch)
+
     def at_load(self, factor: float) -> "Trace":
         """The same requests arriving `factor` times as fast."""
         require(factor > 0, f"factor={factor}: must be above 0")
@@ -55,7 +90,7 @@ class Trace:
           ValueError: nothing does.
         """
         require(start_seconds >= 0, f"start_seconds={start_seconds}: must be 0 or more")
-        require(seconds > 0, f"window seconds={seconds}: must be above 0")
+        require(seconds > 0, f"window_seconds={seconds}: must be above 0")
         times = self.arrival_seconds
         kept = np.flatnonzero((times >= start_seconds) & (times < start_seconds + seconds))
         require(

@@ -14,6 +14,7 @@ from helios_jax.outputs import StreamOutput
 from helios_jax.replay.calibration import StepCosts, to_json
 from helios_jax.replay.report import TABLE
 from tests import tiny
+from tests.checkpoints.tiny_checkpoints import EOS, random_weights, tiny_config, write_huggingface
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:00:00,40,3
@@ -65,6 +66,21 @@ def test_a_window_is_replayed_on_a_model(helios, trace, tmp_path, monkeypatch):
     assert all(title in table_path.read_text() for title in TABLE.values())
 
 
+def test_a_run_too_short_to_fit_costs_to_is_reported_all_the_same(
+    helios, trace, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Serving, "load", lambda self: tiny.llm(max_num_seqs=1))
+    monkeypatch.setattr(replaying, "warm_up", lambda engine, requests: None)
+    path = tmp_path / "report.json"
+    code, _, err = helios(
+        "replay", trace, "tiny", "--window-seconds", "0.05", "--max-model-len", "512",
+        "--json", str(path), "--costs", str(tmp_path / "costs.json"),
+    )  # fmt: skip
+    assert code == 2 and "steps are too few to fit" in err
+    assert json.loads(path.read_text())["completed"] == 1
+    assert not (tmp_path / "costs.json").exists()
+
+
 def test_a_running_server_is_replayed_to(helios, trace, tmp_path, monkeypatch):
     asked = []
 
@@ -102,6 +118,8 @@ def test_a_running_server_is_replayed_to(helios, trace, tmp_path, monkeypatch):
 @pytest.mark.parametrize("arguments, message", [
     (["--server", "h:1", "--ladder"], "server: has one configuration"),
     (["--sample", "0"], "sample=0.0"),
+    (["--sample", "1.5"], "sample=1.5"),
+    (["--max-prompt", "0"], "max_prompt=0: must be at least 1"),
     (["--time-stretch", "-1"], "time_stretch=-1.0: must be above 0"),
     (["--length-scale", "0"], "length_scale=0.0"),
     (["--max-prompt", "1000", "--max-output", "500"], "exceed max_model_len=1024"),
@@ -110,12 +128,25 @@ def test_a_running_server_is_replayed_to(helios, trace, tmp_path, monkeypatch):
     (["--row", "1"], "row, quantised: are for --ladder"),
     (["--ladder", "--row", "6"], "row=[6]: must be in 1..5"),
     (["--ladder", "--costs", "c.json"], "of which row?"),
+    (["--costs", "c.json", "--prompt-lookup", "4"], "costs, predict: are of plain decoding"),
+    (["--predict", "c.json", "--draft", "d"], "costs, predict: are of plain decoding"),
     (["--json", "no/such/folder.json"], "its folder must exist"),
     (["--prompt-lookup", "3", "--draft", "x"], "one of them says who drafts"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_a_model_is_loaded(helios, trace, arguments, message):
     code, out, err = helios("replay", trace, "no-such-model", *arguments)
     assert code == 2 and message in err and not out
+
+
+def test_what_serves_a_trace_stops_where_a_loaded_model_does(tmp_path):
+    config = tiny_config()
+    folder = write_huggingface(
+        tmp_path, config, random_weights(config), changes={"eos_token_id": 7}
+    )
+    llm = Serving(str(folder), dtype="float32", num_kv_heads=4, policy="fcfs").load()
+    assert llm.config.eos_token_ids == (7, EOS) and llm.config.num_kv_heads == 4
+    # No longer than the model's own.
+    assert llm.max_model_len == config.max_model_len
 
 
 def test_the_ladder_keeps_what_the_rows_before_brought(monkeypatch):

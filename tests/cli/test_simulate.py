@@ -58,6 +58,7 @@ def test_a_policy_of_ones_own_beside_a_shipped_one(helios, folder):
     (["--kv-cache-dtype", "int2"], "kv_cache_dtype='int2': must be one of fp8, bfloat16"),
     (["--load", "-1"], "load=-1.0: must be above 0"),
     (["--num-requests", "0"], "num_requests=0"),
+    (["--window-seconds", "0"], "window_seconds=0.0: must be above 0"),
     (["--json", "no/such/folder.json"], "its folder must exist"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(helios, folder, arguments, message):

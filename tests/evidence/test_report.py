@@ -2,11 +2,16 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
+from helios_jax import evidence
 from helios_jax.evidence import (
     article,
+    kept_inputs,
+    kept_parts,
     make_inputs,
     parts_of,
     recheck,
@@ -15,6 +20,7 @@ from helios_jax.evidence import (
     write_pages,
 )
 from helios_jax.evidence.pages import to_html, to_markdown
+from helios_jax.evidence.parts import _key
 from helios_jax.evidence.tables import shipped_results
 
 ABOUT = {
@@ -35,14 +41,14 @@ def inputs(tmp_path):
     return make_inputs(tmp_path, model="smollm2-135m")
 
 
-def ladder_parts(figures):
+def ladder_parts(figures, weights="int4 on gpu: int4 weights"):
     keys = ("median_ttft_ms", "p95_ttft_ms", "median_user_tokens_per_second", "output_throughput")
     return {
         f"ladder_{number}": kept({
             "ladder": [{
                 "name": name, "article": name,
                 "report": dict(zip(keys, row, strict=True))
-                | {"acceptance_rate": 0.5, "ttfts": [0.1, 0.2]},
+                | {"acceptance_rate": 0.5, "ttfts": [0.1, 0.2], "weights": weights},
             }]
         }, True)
         for number, (name, row) in enumerate(figures.items())
@@ -92,6 +98,56 @@ def test_our_number_stands_beside_theirs_with_a_link_and_a_verdict(inputs):
     assert "no picture of" in to_html(text, {})
 
 
+def test_what_a_cpu_serves_says_nothing_about_4_bit_weights(inputs):
+    figures = {name: [float(x) for x in row] for name, row in article.LADDER.items()}
+    parts = ladder_parts(figures, weights="int8 on cpu: int8 weights")
+    text = to_markdown(tables_of(list(parts)), parts, inputs)
+    (line,) = [line for line in text.splitlines() if line.startswith("- **+ AWQ 4-bit")]
+    assert "no verdict, served is int8 on cpu: int8 weights; median TTFT, ms x0.89 there" in line
+    assert "supported" not in line
+    assert "- **+ GQA + FP8 KV**: median TTFT, ms x0.87 there, x0.87 here: supported" in text
+    assert "compare the ratios; int8 on cpu: int8 weights |" in text
+
+
+def test_the_end_of_a_sweep_is_a_lower_bound(inputs):
+    runs = [{"policy": policy, "load": load, "ttft_met": 1.0, "ttft_p95_seconds": None}
+            for policy in ("deadline", "fcfs", "priority") for load in (0.5, 1.1)]  # fmt: skip
+    loads = {"deadline": 1.1, "fcfs": 0.83, "priority": None}
+    parts = {"sweep": kept({"runs": runs, "highest_load": loads, "wanted": 0.95})}
+    text = to_markdown(tables_of(["sweep"]), parts, inputs)
+    assert "| [at least 1.1](parts/sweep.json) |" in text
+    assert "| [0.83](parts/sweep.json) |" in text and "| [–](parts/sweep.json) |" in text
+
+
+def test_waits_that_never_end_leave_cells_empty(tmp_path, inputs):
+    """A trace of which requests are refused gives infinite waits, which the JSON has as null."""
+    run = {"ttft_p50_seconds": 0.1, "ttft_p95_seconds": None, "tpot_p50_seconds": None,
+           "capacity_tokens_per_second": 9.0, "preemption_rate": 0.5}  # fmt: skip
+    sweep = [{"policy": "fcfs", "load": 0.5, "ttft_met": 0.5, "ttft_p95_seconds": None}]
+    highest = dict.fromkeys(("deadline", "fcfs", "priority"))
+    parts = {
+        "predicted_0": kept([run]), "predicted_1": kept([run | {"ttft_p95_seconds": 0.2}]),
+        "pressure": kept([run, run | {"ttft_p95_seconds": 0.2}]),
+        "sweep": kept({"runs": sweep, "highest_load": highest, "wanted": 0.95}),
+    }  # fmt: skip
+    markdown, _ = write_pages(tmp_path, tables_of(list(parts)), parts, inputs)
+    assert markdown.read_text().count("[–]") == 2 + 1 + 1 + 3
+
+
+def test_a_rounding_is_set_beside_awq_as_the_article_does():
+    (weights,) = [table for table in tables_of([]) if table.name == "weights"]
+    awq, rounding = (cell.value(shipped_results()) for cell in weights.cells[:2])
+    models = shipped_results()["weights_4bit.json"]["models"]
+    means = {
+        name: sum(text["perplexity"] for text in model["texts"].values()) / len(model["texts"])
+        for model in models
+        for name in [model["model"].partition("-")[0]]
+    }
+    assert rounding == pytest.approx(means["rtn"] - means["awq"])
+    assert awq == pytest.approx(means["awq"] - means["smollm2"])
+    assert [cell.article for cell in weights.cells[:2]] == ["under 0.3", "0.1 to 0.2"]
+
+
 def test_the_pages_need_no_file_that_is_not_written(tmp_path, inputs):
     figures = {name: [float(x) for x in row] for name, row in article.LADDER.items()}
     parts = ladder_parts(figures)
@@ -126,6 +182,69 @@ def test_a_part_is_kept_checked_and_found_out(tmp_path, inputs):
     first["result"]["kv_share"] *= 1.1
     (wrong,) = recheck(tables, {"bytes_gqa8": first}, tmp_path, number=1, seed=0)
     assert not wrong.agrees and wrong.found == pytest.approx(wrong.reported / 1.1)
+
+
+def test_one_part_anew_leaves_the_others_in_the_report_which_is_checked_without_its_inputs(
+    helios, tmp_path
+):
+    out = tmp_path / "report"
+    for name in ("bytes_gqa8", "bytes_gqa16"):
+        code, _, err = helios("evidence", "--out", str(out), "--part", name)
+        assert code == 0, err
+    text = (out / "report.md").read_text()
+    assert "parts/bytes_gqa8.json" in text and "parts/bytes_gqa16.json" in text
+    shutil.rmtree(out / "inputs")
+    code, printed, err = helios("evidence", "--out", str(out), "--check", "--seed", "1")
+    assert code == 0 and printed.count(": agrees") == 3, err
+    assert (out / "inputs" / "reference.txt").is_file()
+    code, _, err = helios("evidence", "--out", str(out), "--part", "profile", "--model", "other")
+    assert code == 2 and "leave --part out, or name another folder" in err
+    code, _, err = helios("evidence", "--out", str(tmp_path / "none"), "--check")
+    assert code == 2 and "holds no report" in err
+
+
+def test_local_models_are_linked_and_retraining_a_draft_is_seen(tmp_path, monkeypatch):
+    for name in ("mine", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(name)
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    made = make_inputs(out, model="mine", draft=str(tmp_path / "draft"))
+    assert (made.model, made.draft) == ("inputs/model/mine", "inputs/draft/draft")
+    assert (out / made.draft / "manifest.json").read_text() == "draft"
+    assert {"model: mine", "draft: draft"} <= set(made.descriptions)
+    (part,) = [each for each in parts_of(made, True) if each.name == "ladder_3"]
+    assert str(tmp_path) not in " ".join(part.arguments)
+    keys = [_key(part, out)]
+    monkeypatch.chdir("/")
+    assert kept_inputs(out) == made and _key(part, out) == keys[0]
+    (tmp_path / "draft" / "manifest.json").write_text("retrained")
+    assert _key(part, out) != keys[0]
+    shutil.rmtree(tmp_path / "draft")
+    arguments = (out / "inputs.json").read_text()
+    with pytest.raises(ValueError, match="draft='inputs/draft/draft': what it links to .* is gone"):
+        kept_inputs(out)
+    assert (out / "inputs.json").read_text() == arguments
+    # A known name is no folder of that name.
+    (tmp_path / "smollm2-135m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert make_inputs(out, model="smollm2-135m").model == "smollm2-135m"
+
+
+def test_the_shipped_report_is_what_its_parts_make_today(tmp_path):
+    """But for pictures, which differ with matplotlib's version."""
+    folder = Path(evidence.__file__).parent / "results"
+    shutil.copytree(folder, tmp_path / "report")
+    inputs = kept_inputs(tmp_path / "report")
+    names = [each.name for each in parts_of(inputs, False)]
+    parts = kept_parts(tmp_path / "report", names)
+    assert {f"{name}.json" for name in parts} == {p.name for p in (folder / "parts").iterdir()}
+    markdown, _ = write_pages(tmp_path / "report", tables_of(list(parts)), parts, inputs)
+
+    def lines(text):
+        return [line for line in text.splitlines() if line and not line.startswith("![")]
+
+    assert lines(markdown.read_text()) == lines((folder / "report.md").read_text())
 
 
 def test_a_command_that_fails_says_why(tmp_path, inputs):

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from helios_jax.profiler import GPUS, Formats
-from helios_jax.replay import Drafts, Lane, RooflineSeconds, Trace, highest_load, simulate
+from helios_jax.replay import (
+    Drafts,
+    Lane,
+    RooflineSeconds,
+    Trace,
+    highest_load,
+    is_lower_bound,
+    simulate,
+)
 from helios_jax.replay import simulate_lanes as run_lanes
 from helios_jax.replay.machine import MODELS, deal_targets
 from helios_jax.scheduler import SchedulerConfig
@@ -95,3 +103,9 @@ def test_the_highest_load_is_interpolated_and_counts_up_to_the_first_miss():
     assert highest_load([1.0, 0.5, 2.0], [0.9, 1.0, 0.99], 0.95) == pytest.approx(0.75)
     assert highest_load([0.5, 1.0], [1.0, 0.97], 0.95) == 1.0
     assert highest_load([0.5], [0.2], 0.95) is None
+
+
+def test_a_load_that_nobody_missed_is_a_lower_bound():
+    assert is_lower_bound(highest_load([0.5, 1.0], [1.0, 0.97], 0.95), [0.5, 1.0])
+    assert not is_lower_bound(highest_load([0.5, 1.0], [1.0, 0.9], 0.95), [0.5, 1.0])
+    assert not is_lower_bound(None, [0.5])

@@ -39,6 +39,32 @@ def test_lengths_are_scaled_then_cut_and_never_zero():
             TRACE.scaled(**bad)
 
 
+def test_a_cut_is_a_window_then_a_share_then_the_first_of_it_stretched_and_scaled():
+    many = Trace(np.arange(100.0), np.arange(1, 101), np.ones(100, int))
+    part = many.window(10, 50).thinned(0.5, 3).head(7)
+    cut = many.cut(
+        start_seconds=10, window_seconds=50, sample=0.5, num_requests=7, time_stretch=0.5,
+        length_scale=2, max_prompt=40, seed=3,
+    )  # fmt: skip
+    assert cut.arrival_seconds.tolist() == (part.arrival_seconds / 2).tolist()
+    assert cut.num_prompt.tolist() == np.minimum(2 * part.num_prompt, 40).tolist()
+    assert many.cut().num_prompt.tolist() == many.num_prompt.tolist()
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"sample": 1.5}, r"sample=1.5: must be in \(0, 1\]"),
+    ({"sample": float("nan")}, "sample=nan"),
+    ({"window_seconds": 0.0}, "window_seconds=0.0: must be above 0"),
+    ({"start_seconds": -1.0}, "start_seconds=-1.0: must be 0 or more"),
+    ({"num_requests": 0}, "num_requests=0"),
+    ({"time_stretch": 0.0}, "time_stretch=0.0: must be above 0"),
+    ({"length_scale": 0.0}, "length_scale=0.0"),
+])  # fmt: skip
+def test_a_cut_that_cannot_be_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        TRACE.cut(**wrong)
+
+
 def test_burstgpt_is_told_from_azure_and_seconds_are_spread(tmp_path):
     path = tmp_path / "burst.csv"
     header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

@@ -11,7 +11,6 @@ from helios_jax.replay import ReplayRequest, StreamClient, Update, make_prompts,
 from helios_jax.replay.calibration import (
     StepCosts,
     costs_from_json,
-    explained,
     fit_costs,
     padded_tokens,
     scheduler_from_json,
@@ -46,9 +45,6 @@ class Scripted:
             on_update(Update(1, i == request.num_output - 1))
         return True
 
-    def counters(self):
-        return {}
-
 
 def test_requests_are_sent_at_their_times_and_none_is_lost():
     client = Scripted(num_refusals=3, failing=(0.05,))
@@ -73,6 +69,17 @@ def test_an_interrupted_run_reports_what_came():
     run = serve([request(0.0)], Silent(), timeout_seconds=0.05)
     assert run.is_interrupted and not run.served[0].is_complete
     assert summarize_run(run, {}, model_id="m")["completed"] == 0
+
+
+def test_rates_of_an_interrupted_run_are_over_all_of_its_time():
+    class Half(Scripted):
+        def submit(self, request, on_update):
+            return bool(self.sent) or super().submit(request, on_update)
+
+    # The first ends at once, the second never; tokens per second are of the 0.2 s until the end.
+    run = serve([request(0.0), request(0.0)], Half(), timeout_seconds=0.2)
+    assert run.is_interrupted and run.served[0].end_seconds < 0.1 and run.seconds >= 0.2
+    assert summarize_run(run, {}, model_id="m")["output_throughput"] <= 3 / 0.2
 
 
 def test_figures_by_hand():
@@ -160,8 +167,6 @@ def test_costs_are_found_again():
     found = fit_costs(steps, config)
     for name in ("token_seconds", "round_seconds", "many_seconds", "row_seconds", "kv_seconds"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.02), name
-    del steps[7]
-    assert explained(found, steps) == pytest.approx(1, rel=0.01)
     fields = to_json(found, config)
     assert costs_from_json(fields) == found
     assert scheduler_from_json(fields).max_rounds == 4
@@ -190,13 +195,13 @@ def test_whatever_streams_can_be_replayed_to():
             if max_tokens == 8:
                 return
 
-    client = StreamClient(stream, max_in_flight=2, metrics=lambda: {"num_steps": 3})
+    client = StreamClient(stream, max_in_flight=2)
     requests = [request(0.0, n, ttft_target_seconds=0.5) for n in (2, 9, 8, 5)]
     run = serve(requests, client)
     assert [each.is_complete for each in run.served] == [True, False, False, True]
     assert run.served[1].error == "OSError: gone"
     assert "before its last part" in run.served[2].error
-    assert run.served[3].num_tokens == 5 and client.counters() == {"num_steps": 3}
+    assert run.served[3].num_tokens == 5
     assert asked == [([1, 2, 3], 0.5, True)] * 4
 
 
