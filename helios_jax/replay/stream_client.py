@@ -16,7 +16,8 @@ class StreamClient:
     Attributes:
       stream: stream(prompt_token_ids, temperature=, max_tokens=, ignore_eos=, seed=, priority=,
         ttft_target_seconds=, tpot_target_seconds=) -> iterator of `StreamOutput`.
-      max_in_flight: requests sent at a time; further ones wait here, and their time counts.
+      max_in_flight: requests sent at a time, as many as a server takes of one client by default;
+        further ones wait here, and their time counts.
       metrics: sums by the names of `Engine.metrics`, of a server that tells them; None for none.
     """
 
@@ -24,7 +25,7 @@ class StreamClient:
         self,
         stream: Callable[..., Iterator[StreamOutput]],
         *,
-        max_in_flight: int = 256,
+        max_in_flight: int = 128,
         metrics: Callable[[], Mapping[str, float]] | None = None,
     ):
         self._stream = stream
