@@ -9,7 +9,7 @@ from helios_jax import SamplingParams
 from helios_jax.server.client import _sampling
 from helios_jax.server.config import MAX_STOP_TOKEN_IDS
 from helios_jax.server.convert import sampling_from_proto
-from helios_jax.server.errors import RpcError, to_rpc_error
+from helios_jax.server.errors import RpcError, blaming_input, to_rpc_error
 from helios_jax.server.proto import PROTO_ROOT
 from helios_jax.server.proto import inference_pb2 as pb
 from helios_jax.server.proto.generate import generate
@@ -77,7 +77,8 @@ def test_long_lists_are_refused_before_they_are_compiled_for():
 
 
 def test_an_error_fits_the_headers_that_carry_it():
-    error = to_rpc_error(ValueError("stop contains " + "ß\n🙂" * 10_000))
-    status = error.status()
+    with pytest.raises(RpcError) as raised, blaming_input():
+        raise ValueError("stop contains " + "ß\n🙂" * 10_000)
+    status = raised.value.status()
     assert status.ByteSize() < 3000 and status.message.endswith("…")
     assert to_rpc_error(KeyError("secret path")).message.startswith("internal error")
