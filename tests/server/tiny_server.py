@@ -24,7 +24,7 @@ def make_llm(options: dict[str, Any]) -> LLM:
     is_nan = options.pop("nan", False)
     llm = tiny.llm(**options)
     if is_nan:
-        params = llm.engine.form.params
+        params = llm.engine.form.params["params"]
         params["final_norm"] = jax.tree.map(lambda x: x * math.nan, params["final_norm"])
     return llm
 
