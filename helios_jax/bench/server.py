@@ -10,7 +10,6 @@ until the client has the tokens is the added latency, of every token once.
 import asyncio
 import datetime
 import json
-import os
 import random
 import signal
 import statistics
@@ -143,7 +142,7 @@ def _server(workload: ServerWorkload, notes: Path) -> Iterator[str]:
     with open(log_path, "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "helios_jax.bench.server_worker", json.dumps(job)],
-            stdout=subprocess.DEVNULL, stderr=log, env=os.environ,
+            stdout=subprocess.DEVNULL, stderr=log,
         )  # fmt: skip
     try:
         ends, fields = time.monotonic() + _START_SECONDS, {}

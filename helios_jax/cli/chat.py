@@ -1,9 +1,7 @@
 """`helios chat`: a conversation at the terminal, or line by line from a pipe."""
 
 import sys
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from helios_jax.cli import options
 from helios_jax.cli.options import Debug
@@ -13,7 +11,7 @@ _HELP = "/reset forgets the conversation, /exit (or end of input) leaves, Ctrl-C
 
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
-    system: Annotated[str | None, typer.Option("--system", help="A system message.")] = None,
+    system: options.System = None,
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,22 +45,12 @@ _DEFAULT_ADDRESS = "127.0.0.1:50051"
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     address: Address = _DEFAULT_ADDRESS,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Ask as a chat message, or continue the bare text. Default: chat where the model "
-            "has a chat template.",
-            show_default=False,
-        ),
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message, for chat models.")] = None,
+    chat: options.Chat = None,
+    system: options.System = None,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds: the deadline, which the scheduler heeds.")
     ] = None,
-    stats: Annotated[
-        bool, typer.Option("--stats/--no-stats", help="Print timings on standard error.")
-    ] = True,
+    stats: options.Stats = True,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -86,28 +78,24 @@ def generate(
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
     )  # fmt: skip
-    with _connect(address, tls_ca, tls_cert, tls_key, token_file, retry_seconds) as client:
-
-        def run() -> None:
-            is_chat = client.model_info().has_chat_template if chat is None else chat
-            if system is not None and not is_chat:
-                raise ValueError(f"system={system!r}: needs a chat; write it into the prompt")
-            if is_chat:
-                messages = [{"role": "system", "content": system}] if system is not None else []
-                messages.append({"role": "user", "content": text})
-                parts = client.stream_chat(messages, timeout=timeout, **sampling)
-            else:
-                parts = client.stream(text, timeout=timeout, **sampling)
-            outcome: Any = None
-            for part in parts:
-                sys.stdout.write(part.text)
-                sys.stdout.flush()
-                outcome = part.request_output
-            print(flush=True)
-            if stats:
-                print(f"[{_describe(outcome)}]", file=sys.stderr)
-
-        _told(run)
+    with _connect(address, tls_ca, tls_cert, tls_key, token_file, retry_seconds) as client, _told():
+        is_chat = client.model_info().has_chat_template if chat is None else chat
+        if system is not None and not is_chat:
+            raise ValueError(f"system={system!r}: needs a chat; write it into the prompt")
+        if is_chat:
+            messages = [{"role": "system", "content": system}] if system is not None else []
+            messages.append({"role": "user", "content": text})
+            parts = client.stream_chat(messages, timeout=timeout, **sampling)
+        else:
+            parts = client.stream(text, timeout=timeout, **sampling)
+        outcome: Any = None
+        for part in parts:
+            sys.stdout.write(part.text)
+            sys.stdout.flush()
+            outcome = part.request_output
+        print(flush=True)
+        if stats:
+            print(f"[{_describe(outcome)}]", file=sys.stderr)
 
 
 @app.command()
@@ -125,20 +113,16 @@ def info(
 
     from helios_jax.server.proto import inference_pb2 as pb
 
-    with _connect(address, tls_ca, tls_cert, tls_key, token_file, retry_seconds) as client:
-
-        def run() -> None:
-            server = client.server_info()
-            known = {"server": server}
-            if server.state != pb.SERVER_STATE_LOADING:
-                known["model"] = client.model_info()
-            shown = {
-                name: json_format.MessageToDict(message, preserving_proto_field_name=True)
-                for name, message in known.items()
-            }
-            print(json.dumps(shown, indent=2, ensure_ascii=False))
-
-        _told(run)
+    with _connect(address, tls_ca, tls_cert, tls_key, token_file, retry_seconds) as client, _told():
+        server = client.server_info()
+        known = {"server": server}
+        if server.state != pb.SERVER_STATE_LOADING:
+            known["model"] = client.model_info()
+        shown = {
+            name: json_format.MessageToDict(message, preserving_proto_field_name=True)
+            for name, message in known.items()
+        }
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
 
 
 def _connect(
@@ -160,12 +144,13 @@ def _connect(
     )  # fmt: skip
 
 
-def _told(run: Any) -> None:
-    """Runs, and says what the server said if it refused."""
+@contextmanager
+def _told() -> Iterator[None]:
+    """Says what the server said where it refuses."""
     import grpc
 
     try:
-        run()
+        yield
     except grpc.RpcError as error:
         code = error.code()  # pyright: ignore[reportAttributeAccessIssue]
         text = f"{code.name}: {error.details()}"  # pyright: ignore[reportAttributeAccessIssue]

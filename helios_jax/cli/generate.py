@@ -17,24 +17,12 @@ from helios_jax.cli.options import Debug
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     model: options.Model = options.DEFAULT_MODEL,
-    system: Annotated[
-        str | None, typer.Option("--system", help="A system message, for chat models.")
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Ask as a chat message, or continue the bare text. Default: chat where the model "
-            "has a chat template.",
-            show_default=False,
-        ),
-    ] = None,
+    system: options.System = None,
+    chat: options.Chat = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the RequestOutput as one line of JSON.")
     ] = False,
-    stats: Annotated[
-        bool, typer.Option("--stats/--no-stats", help="Print timings on standard error.")
-    ] = True,
+    stats: options.Stats = True,
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",

@@ -85,6 +85,18 @@ SpeculativeConfig = Annotated[
     ),
 ]  # fmt: skip
 
+System = Annotated[str | None, typer.Option("--system", help="A system message, for chat models.")]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="Ask as a chat message, or continue the bare text. Default: chat where the model has "
+        "a chat template.",
+        show_default=False,
+    ),
+]
+Stats = Annotated[bool, typer.Option("--stats/--no-stats", help="Print timings on standard error.")]
+
 PlotPath = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE", help="Draw it too: .png, .svg or .pdf; needs 'plots'."),

@@ -16,10 +16,11 @@ class StreamClient:
     Attributes:
       stream: stream(prompt_token_ids, temperature=, max_tokens=, ignore_eos=, seed=, priority=,
         ttft_target_seconds=, tpot_target_seconds=) -> iterator of `StreamOutput`.
-      max_in_flight: requests sent at a time; further ones wait here, and their time counts.
+      max_in_flight: requests sent at a time, as many as a server takes of one client by default;
+        further ones wait here, and their time counts.
     """
 
-    def __init__(self, stream: Callable[..., Iterator[StreamOutput]], *, max_in_flight: int = 256):
+    def __init__(self, stream: Callable[..., Iterator[StreamOutput]], *, max_in_flight: int = 128):
         self._stream = stream
         self._room = threading.Semaphore(max_in_flight)
 

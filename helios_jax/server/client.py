@@ -5,9 +5,10 @@
         for part in client.stream("Once upon a time", max_tokens=50, timeout=10):
             print(part.text, end="", flush=True)
 
-Sampling parameters are given by name and default as in `helios_jax.SamplingParams`; the server
-checks them. `timeout` is the call's deadline, which the server's scheduler works towards. Needs
-neither jax nor a model. What goes wrong is a `grpc.RpcError`, whose details `error_details` reads.
+Sampling parameters are given by name and default as in `helios_jax.SamplingParams`, beside them
+what the scheduler should heed (see `Client.stream`); the server checks them. `timeout` is the
+call's deadline, which the server's scheduler works towards. Needs neither jax nor a model. What
+goes wrong is a `grpc.RpcError`, whose details `error_details` reads.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
@@ -23,25 +24,23 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from helios_jax.outputs import (
-    Acceptance,
-    CompletionOutput,
-    Logprob,
-    PositionLogprobs,
-    RequestOutput,
-    StreamOutput,
-    Timings,
-    Usage,
+from helios_jax.outputs import RequestOutput, StreamOutput
+from helios_jax.server.client_convert import (
+    Assembler,
+    Message,
+    Prompt,
+    chat_request,
+    generate_request,
+    outcome_from_proto,
 )
 from helios_jax.server.proto import SERVICE
 from helios_jax.server.proto import inference_pb2 as pb
 from helios_jax.server.proto.inference_pb2_grpc import InferenceStub
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-Prompt = str | Sequence[int]
-Message = Mapping[str, str]
+# What `stream` gives.
+S = TypeVar("S", Iterator[StreamOutput], AsyncIterator[StreamOutput])
 
-_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _DETAILS_KEY = "grpc-status-details-bin"
 _LEAST_DELAY, _MOST_DELAY = 0.1, 2.0
 # A server that was started again is found soon.
@@ -53,8 +52,8 @@ _DETAIL_TYPES = (
 )
 
 
-class _Connection:
-    """What both clients share: how to connect, and how to ask.
+class _Connection(Generic[S]):
+    """What both clients share: how to connect, and how to ask for streams.
 
     Args:
       address: host:port.
@@ -96,15 +95,63 @@ class _Connection:
     def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
         raise NotImplementedError
 
-    def _fixed(self, sampling: dict[str, Any]) -> dict[str, Any]:
-        """Parameters whose tokens are the same every time, if calls are tried again."""
-        seed = sampling.get("seed")
-        if self._retry_seconds and seed in (None, -1):
-            return sampling | {"seed": random.getrandbits(62)}
-        return sampling
+    def _stream(self, method: Any, request: Any, timeout: float | None, assembler: Assembler) -> S:
+        raise NotImplementedError
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        request_id: str = "",
+        **options: Any,
+    ) -> S:
+        """Completes a prompt (n = 1) and yields text as it comes; closing it ends the request.
+
+        `Client`'s request begins at once, `AsyncClient`'s with the iteration.
+
+        Args:
+          prompt: text or token ids.
+          timeout: seconds that the call may take.
+          request_id: for the server's log and `abort`.
+          options: fields of `SamplingParams`, and `priority`, `ttft_target_seconds`,
+            `tpot_target_seconds` and `speculate`, see `Engine.submit`.
+
+        Raises:
+          ValueError: an option that there is not, or a value of another type.
+        """
+        request = generate_request(prompt, request_id, self._fixed(options))
+        return self._stream(self._stub.Generate, request, timeout, Assembler(prompt))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        timeout: float | None = None,
+        request_id: str = "",
+        template_variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        **options: Any,
+    ) -> S:
+        """`stream` for a conversation: messages with `role` and `content`.
+
+        Args:
+          template_variables: for the model's chat template.
+          tools: JSON schemas of functions, for templates that know tools.
+        """
+        request = chat_request(
+            messages, template_variables, tools, request_id, self._fixed(options)
+        )
+        return self._stream(self._stub.Chat, request, timeout, Assembler(None))
+
+    def _fixed(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options whose tokens are the same every time, if calls are tried again."""
+        if self._retry_seconds and options.get("seed") in (None, -1):
+            return options | {"seed": random.getrandbits(62)}
+        return options
 
 
-class Client(_Connection):
+class Client(_Connection[Iterator[StreamOutput]]):
     """Blocking calls; may be shared by threads."""
 
     def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
@@ -128,50 +175,20 @@ class Client(_Connection):
         *,
         timeout: float | None = None,
         request_id: str = "",
-        priority: float | None = None,
-        ttft_target_seconds: float | None = None,
-        tpot_target_seconds: float | None = None,
-        speculate: bool | None = None,
-        **sampling: Any,
+        **options: Any,
     ) -> RequestOutput:
         """Completes a prompt, its n outputs side by side.
 
         Args:
           prompt: text or token ids.
           timeout: seconds that the call may take.
-          request_id: for the server's log and `abort`.
-          priority, ttft_target_seconds, tpot_target_seconds, speculate: see `Engine.submit`.
-          sampling: fields of `SamplingParams`.
+          request_id, options: see `stream`.
 
         Returns:
           The outcome; `prompt_token_ids` is empty where a text was sent.
         """
-        request = _generate_request(
-            prompt, request_id, self._fixed(sampling), priority=priority,
-            ttft_target_seconds=ttft_target_seconds, tpot_target_seconds=tpot_target_seconds,
-            speculate=speculate,
-        )  # fmt: skip
-        return _outcome(prompt, self._call(self._stub.GenerateOnce, request, timeout))
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        timeout: float | None = None,
-        request_id: str = "",
-        priority: float | None = None,
-        ttft_target_seconds: float | None = None,
-        tpot_target_seconds: float | None = None,
-        speculate: bool | None = None,
-        **sampling: Any,
-    ) -> Iterator[StreamOutput]:
-        """Completes a prompt (n = 1) and yields text as it comes; closing it ends the request."""
-        request = _generate_request(
-            prompt, request_id, self._fixed(sampling), priority=priority,
-            ttft_target_seconds=ttft_target_seconds, tpot_target_seconds=tpot_target_seconds,
-            speculate=speculate,
-        )  # fmt: skip
-        return self._stream(self._stub.Generate, request, timeout, _Assembler(prompt))
+        request = generate_request(prompt, request_id, self._fixed(options))
+        return outcome_from_proto(prompt, self._call(self._stub.GenerateOnce, request, timeout))
 
     def chat(
         self,
@@ -181,35 +198,17 @@ class Client(_Connection):
         request_id: str = "",
         template_variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-        **sampling: Any,
+        **options: Any,
     ) -> RequestOutput:
-        """Answers a conversation: messages with `role` and `content`."""
+        """Answers a conversation; arguments as in `stream_chat`."""
         outcome = None
         for part in self.stream_chat(
             messages, timeout=timeout, request_id=request_id,
-            template_variables=template_variables, tools=tools, **sampling,
+            template_variables=template_variables, tools=tools, **options,
         ):  # fmt: skip
             outcome = part.request_output
         assert outcome is not None, "a stream ends with its outcome"
         return outcome
-
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        timeout: float | None = None,
-        request_id: str = "",
-        template_variables: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        **sampling: Any,
-    ) -> Iterator[StreamOutput]:
-        """`stream` for a conversation."""
-        request = pb.ChatRequest(
-            request_id=request_id,
-            conversation=_conversation(messages, template_variables, tools),
-            sampling=_sampling(self._fixed(sampling)),
-        )
-        return self._stream(self._stub.Chat, request, timeout, _Assembler(None))
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
@@ -251,7 +250,7 @@ class Client(_Connection):
                 time.sleep(attempts.delay(error))
 
     def _stream(
-        self, method: Any, request: Any, timeout: float | None, assembler: "_Assembler"
+        self, method: Any, request: Any, timeout: float | None, assembler: Assembler
     ) -> Iterator[StreamOutput]:
         attempts = _Attempts(timeout, self._retry_seconds)
         # The call begins here and not at the first `next`.
@@ -275,7 +274,7 @@ class Client(_Connection):
         return parts()
 
 
-class AsyncClient(_Connection):
+class AsyncClient(_Connection[AsyncIterator[StreamOutput]]):
     """The same for an event loop."""
 
     def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
@@ -299,39 +298,13 @@ class AsyncClient(_Connection):
         *,
         timeout: float | None = None,
         request_id: str = "",
-        priority: float | None = None,
-        ttft_target_seconds: float | None = None,
-        tpot_target_seconds: float | None = None,
-        speculate: bool | None = None,
-        **sampling: Any,
+        **options: Any,
     ) -> RequestOutput:
         """See `Client.generate`; cancelling ends the request."""
-        request = _generate_request(
-            prompt, request_id, self._fixed(sampling), priority=priority,
-            ttft_target_seconds=ttft_target_seconds, tpot_target_seconds=tpot_target_seconds,
-            speculate=speculate,
-        )  # fmt: skip
-        return _outcome(prompt, await self._call(self._stub.GenerateOnce, request, timeout))
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        timeout: float | None = None,
-        request_id: str = "",
-        priority: float | None = None,
-        ttft_target_seconds: float | None = None,
-        tpot_target_seconds: float | None = None,
-        speculate: bool | None = None,
-        **sampling: Any,
-    ) -> AsyncIterator[StreamOutput]:
-        """See `Client.stream`; the request begins with the iteration."""
-        request = _generate_request(
-            prompt, request_id, self._fixed(sampling), priority=priority,
-            ttft_target_seconds=ttft_target_seconds, tpot_target_seconds=tpot_target_seconds,
-            speculate=speculate,
-        )  # fmt: skip
-        return self._stream(self._stub.Generate, request, timeout, _Assembler(prompt))
+        request = generate_request(prompt, request_id, self._fixed(options))
+        return outcome_from_proto(
+            prompt, await self._call(self._stub.GenerateOnce, request, timeout)
+        )
 
     async def chat(
         self,
@@ -341,35 +314,17 @@ class AsyncClient(_Connection):
         request_id: str = "",
         template_variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-        **sampling: Any,
+        **options: Any,
     ) -> RequestOutput:
         """See `Client.chat`."""
         outcome = None
         async for part in self.stream_chat(
             messages, timeout=timeout, request_id=request_id,
-            template_variables=template_variables, tools=tools, **sampling,
+            template_variables=template_variables, tools=tools, **options,
         ):  # fmt: skip
             outcome = part.request_output
         assert outcome is not None, "a stream ends with its outcome"
         return outcome
-
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        timeout: float | None = None,
-        request_id: str = "",
-        template_variables: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        **sampling: Any,
-    ) -> AsyncIterator[StreamOutput]:
-        """See `Client.stream_chat`."""
-        request = pb.ChatRequest(
-            request_id=request_id,
-            conversation=_conversation(messages, template_variables, tools),
-            sampling=_sampling(self._fixed(sampling)),
-        )
-        return self._stream(self._stub.Chat, request, timeout, _Assembler(None))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
@@ -413,7 +368,7 @@ class AsyncClient(_Connection):
                 await asyncio.sleep(attempts.delay(error))
 
     async def _stream(
-        self, method: Any, request: Any, timeout: float | None, assembler: "_Assembler"
+        self, method: Any, request: Any, timeout: float | None, assembler: Assembler
     ) -> AsyncIterator[StreamOutput]:
         attempts = _Attempts(timeout, self._retry_seconds)
         while True:
@@ -468,164 +423,8 @@ class _Attempts:
         if infos:
             self._pause = max(infos[0].retry_delay.ToMilliseconds() / 1000, _LEAST_DELAY)
         # Clients that were turned away together come back one by one.
-        delay, self._pause = self._pause * random.uniform(0.5, 1), min(self._pause * 2, _MOST_DELAY)
+        delay, self._pause = self._pause * random.uniform(1, 1.5), min(self._pause * 2, _MOST_DELAY)
         ends = self._last if self._deadline is None else min(self._last, self._deadline)
         if not may_retry or time.monotonic() + delay > ends:
             raise error
         return delay
-
-
-class _Assembler:
-    """Puts a stream together; one that is begun again goes on where it broke off."""
-
-    def __init__(self, prompt: Prompt | None):
-        self._prompt = prompt
-        self._text = ""
-        self._token_ids: list[int] = []
-        self._logprobs: list[PositionLogprobs] = []
-        self.start_over()
-
-    def start_over(self) -> None:
-        """What comes next is the stream's beginning once more, the same as it was."""
-        self._num_known_chars, self._num_known_ids = len(self._text), len(self._token_ids)
-
-    def add(self, response: pb.GenerateResponse) -> Iterator[StreamOutput]:
-        """What a message brings that is new."""
-        kind = response.WhichOneof("event")
-        if kind == "tokens":
-            part = self._add_tokens(response.tokens)
-            if part.text or part.token_ids:
-                yield part
-        elif kind == "finished":
-            yield self._finish(response.finished)
-
-    def _add_tokens(self, tokens: pb.Tokens) -> StreamOutput:
-        chars = min(self._num_known_chars, len(tokens.text))
-        ids = min(self._num_known_ids, len(tokens.token_ids))
-        self._num_known_chars -= chars
-        self._num_known_ids -= ids
-        text, token_ids = tokens.text[chars:], list(tokens.token_ids[ids:])
-        logprobs = [_position(position) for position in tokens.logprobs[ids:]]
-        self._text += text
-        self._token_ids += token_ids
-        self._logprobs += logprobs
-        return StreamOutput(text, token_ids, logprobs=logprobs or None)
-
-    def _finish(self, finished: pb.Finished) -> StreamOutput:
-        end = finished.outputs[0]
-        del self._token_ids[end.num_tokens :], self._logprobs[end.num_tokens :]
-        completion = _completion(end, self._text, self._token_ids, self._logprobs)
-        outcome = RequestOutput(outputs=[completion], **_common(self._prompt, finished))
-        return StreamOutput("", [], completion.finish_reason, outcome)
-
-
-def _generate_request(
-    prompt: Prompt, request_id: str, sampling: Mapping[str, Any], **scheduling: Any
-) -> pb.GenerateRequest:
-    chosen = {name: value for name, value in scheduling.items() if value is not None}
-    request = pb.GenerateRequest(
-        request_id=request_id, sampling=_sampling(sampling), scheduling=pb.Scheduling(**chosen)
-    )
-    if isinstance(prompt, str):
-        request.text = prompt
-    else:
-        request.token_ids.ids.extend(prompt)
-        request.token_ids.SetInParent()
-    return request
-
-
-def _sampling(options: Mapping[str, Any]) -> pb.SamplingParams:
-    message = pb.SamplingParams()
-    known = message.DESCRIPTOR.fields_by_name
-    for name, value in options.items():
-        if name not in known:
-            raise ValueError(f"{name} is no sampling parameter; must be one of {', '.join(known)}")
-        if value is None:
-            continue
-        try:
-            if name == "logit_bias":
-                message.logit_bias.update(value)
-            elif name == "allowed_token_ids":
-                message.allowed_token_ids.SetInParent()
-                message.allowed_token_ids.ids.extend(value)
-            elif name == "bad_words_token_ids":
-                message.bad_words_token_ids.extend(pb.TokenIds(ids=word) for word in value)
-            elif name in ("stop", "bad_words", "stop_token_ids"):
-                values = [value] if isinstance(value, str) else value
-                getattr(message, name).extend(values)
-            else:
-                setattr(message, name, value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{name}={value!r}: is not what the parameter takes: {error}"
-            ) from None
-    return message
-
-
-def _conversation(
-    messages: Sequence[Message],
-    template_variables: Mapping[str, Any] | None,
-    tools: Sequence[Mapping[str, Any]],
-) -> pb.Conversation:
-    conversation = pb.Conversation(
-        messages=[pb.ChatMessage(role=m["role"], content=m["content"]) for m in messages]
-    )
-    variables = dict(template_variables or {})
-    if "add_generation_prompt" in variables:
-        conversation.add_generation_prompt = variables.pop("add_generation_prompt")
-    if variables:
-        conversation.template_variables.update(variables)
-    for tool in tools:
-        conversation.tools.add().update(tool)
-    return conversation
-
-
-def _outcome(prompt: Prompt, response: pb.GenerateOnceResponse) -> RequestOutput:
-    outputs = [
-        _completion(
-            output.end, output.text, list(output.token_ids), [_position(p) for p in output.logprobs]
-        )
-        for output in response.outputs
-    ]
-    return RequestOutput(outputs=outputs, **_common(prompt, response))
-
-
-def _completion(
-    end: pb.OutputEnd, text: str, token_ids: list[int], logprobs: list[PositionLogprobs]
-) -> CompletionOutput:
-    wants_logprobs = end.HasField("cumulative_logprob")
-    kind = end.WhichOneof("stop_reason")
-    return CompletionOutput(
-        index=end.index,
-        text=text,
-        token_ids=token_ids,
-        cumulative_logprob=end.cumulative_logprob if wants_logprobs else None,
-        logprobs=logprobs if wants_logprobs else None,
-        finish_reason=_REASONS[end.finish_reason],
-        stop_reason=None if kind is None else getattr(end, kind),
-    )
-
-
-def _common(
-    prompt: Prompt | None, message: pb.Finished | pb.GenerateOnceResponse
-) -> dict[str, Any]:
-    acceptance = None
-    if message.HasField("acceptance"):
-        got = message.acceptance
-        acceptance = Acceptance(
-            got.num_draft_tokens, got.num_accepted_tokens, got.num_verifications
-        )
-    positions = [_position(position) or None for position in message.prompt_logprobs]
-    timings = message.timings
-    return {
-        "prompt": prompt if isinstance(prompt, str) else None,
-        "prompt_token_ids": [] if prompt is None or isinstance(prompt, str) else list(prompt),
-        "prompt_logprobs": positions or None,
-        "usage": Usage(message.usage.prompt_tokens, message.usage.completion_tokens),
-        "timings": Timings(timings.ttft_seconds, timings.total_seconds, timings.tpot_seconds),
-        "acceptance": acceptance,
-    }
-
-
-def _position(position: pb.PositionLogprobs) -> PositionLogprobs:
-    return {t.token_id: Logprob(t.logprob, t.rank, t.text) for t in position.tokens}

@@ -1,6 +1,8 @@
 """Which status code does an exception become, and with which google.rpc details?"""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as default
 from typing import Any
@@ -82,6 +84,16 @@ def unavailable(message: str, reason: str) -> RpcError:
     return RpcError(StatusCode.UNAVAILABLE, message, reason, retry_seconds=RETRY_SECONDS)
 
 
+def unauthenticated() -> RpcError:
+    """UNAUTHENTICATED: the call presents no token of the server's."""
+    return RpcError(
+        StatusCode.UNAUTHENTICATED,
+        "the server wants a bearer token: send metadata 'authorization: Bearer TOKEN' with one of "
+        "its tokens",
+        "UNAUTHENTICATED",
+    )
+
+
 def non_finite() -> RpcError:
     """INTERNAL: the model gave a NaN or an infinity."""
     return RpcError(
@@ -90,6 +102,17 @@ def non_finite() -> RpcError:
         "'float32' weights, or check the checkpoint",
         "NON_FINITE",
     )
+
+
+@contextmanager
+def blaming_input() -> Iterator[None]:
+    """What is done here with a client's input may find it wrong: ValueError is INVALID_ARGUMENT."""
+    try:
+        yield
+    except NeverFits:
+        raise
+    except ValueError as error:
+        raise _invalid_argument(str(error)) from error
 
 
 def to_rpc_error(error: Exception) -> RpcError:
@@ -108,8 +131,6 @@ def to_rpc_error(error: Exception) -> RpcError:
         return RpcError(StatusCode.INTERNAL, str(error), "STEP_FAILED")
     if isinstance(error, NotImplementedError):
         return RpcError(StatusCode.UNIMPLEMENTED, str(error), "UNIMPLEMENTED")
-    if isinstance(error, ValueError):
-        return _invalid_argument(str(error))
     return RpcError(StatusCode.INTERNAL, "internal error; the server's log has more", "INTERNAL")
 
 

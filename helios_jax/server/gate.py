@@ -19,7 +19,14 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from helios_jax.server.config import ServerConfig
-from helios_jax.server.errors import RETRY_SECONDS, RpcError, StatusCode, to_rpc_error, unavailable
+from helios_jax.server.errors import (
+    RETRY_SECONDS,
+    RpcError,
+    StatusCode,
+    to_rpc_error,
+    unauthenticated,
+    unavailable,
+)
 from helios_jax.server.proto import SERVICE
 from helios_jax.server.security import Tokens, client_of
 from helios_jax.server.telemetry import ServerMetrics, Tracer, log, logger
@@ -29,6 +36,7 @@ _OPEN_TO_ALL = "/grpc.health.v1.Health/"
 _OURS = f"/{SERVICE}/"
 # What is answered while the server is loading, and while it drains.
 _WHILE_LOADING = {"GetServerInfo"}
+# The latter also however many requests a client has: they are how it gets out of that.
 _WHILE_DRAINING = {"GetServerInfo", "Abort"}
 
 
@@ -47,11 +55,13 @@ class Call:
     Attributes:
       method: of our service.
       client: see `client_of`.
+      is_trusted: False where it presents no token and the server wants one.
       fields: for the log and the span.
     """
 
     method: str
     client: str
+    is_trusted: bool = True
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,18 +103,17 @@ class Gate(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None
-        token = None
+        token, is_trusted = None, True
         if self._tokens is not None and not details.method.startswith(_OPEN_TO_ALL):
             token = self._tokens.find(details.invocation_metadata)
-            if token is None:
-                return _same_shape(handler, _refuse)
+            is_trusted = token is not None
         if not details.method.startswith(_OURS):
-            return _guarded(handler)
+            return _guarded(handler) if is_trusted else _same_shape(handler, _refuse)
         method = details.method.removeprefix(_OURS)
         inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
         async def serve(request: Any, context: Any) -> Any:
-            call = Call(method, client_of(context, token))
+            call = Call(method, client_of(context, token), is_trusted)
             current_call.set(call)
             with self._tracer.span(details.method.lstrip("/"), details.invocation_metadata) as note:
                 return await self._serve(call, inner, request, context, note)
@@ -143,6 +152,8 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def _enter(self, call: Call, request: Any) -> None:
         """RpcError where the call may not go on; else `_leave` must follow."""
+        if not call.is_trusted:
+            raise unauthenticated()
         if self.state is State.LOADING and call.method not in _WHILE_LOADING:
             raise unavailable("the model is loading; try again soon", "LOADING")
         if self.state is State.DRAINING and call.method not in _WHILE_DRAINING:
@@ -154,7 +165,7 @@ class Gate(grpc.aio.ServerInterceptor):
         if isinstance(request, _Malformed):
             raise RpcError(StatusCode.INVALID_ARGUMENT, request.error, "MALFORMED")
         most = self._config.max_requests_per_client
-        if self._calls_by_client[call.client] >= most:
+        if call.method not in _WHILE_DRAINING and self._calls_by_client[call.client] >= most:
             raise RpcError(
                 StatusCode.RESOURCE_EXHAUSTED,
                 f"max_requests_per_client={most}: the client has as many calls in flight; wait "
@@ -187,12 +198,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 async def _refuse(request: Any, context: Any) -> None:
-    error = RpcError(
-        StatusCode.UNAUTHENTICATED,
-        "the server wants a bearer token: send metadata 'authorization: Bearer TOKEN' with one of "
-        "its tokens",
-        "UNAUTHENTICATED",
-    )
+    error = unauthenticated()
     details = ((_DETAILS, error.status().SerializeToString()),)
     await context.abort(error.code, error.message, details)
 

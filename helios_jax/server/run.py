@@ -1,6 +1,7 @@
 """What is a server's life? It listens, loads, serves, drains, exits."""
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -169,6 +170,8 @@ class _Server:
                 llm = load()
                 if self._config.warm_up:
                     _warm_up(llm)
+                # Kept from then on; a large vocabulary takes a while.
+                llm.tokenizer.fingerprint()
                 llm.engine.start()
             except BaseException as error:
                 failure = error
@@ -216,13 +219,11 @@ class _Server:
 def _warm_up(llm: LLM) -> None:
     """Compiles what short requests need, for every number of rows that is compiled for."""
     params = SamplingParams(temperature=0, max_tokens=_WARM_UP_TOKENS, ignore_eos=True)
-    token = next(iter(llm.config.eos_token_ids), 0)
-    sizes = [1 << power for power in range(llm.max_num_seqs.bit_length())]
-    for num_rows in [*sizes, llm.max_num_seqs]:
-        # Different prompts: equal ones would find each other's keys and values.
-        prompts: list[Any] = [
-            [(token + num_rows + i) % llm.config.vocab_size] * 16 for i in range(num_rows)
-        ]
+    powers = {1 << power for power in range(llm.max_num_seqs.bit_length())}
+    # Different prompts: equal ones would find each other's keys and values.
+    tokens = itertools.cycle(range(llm.config.vocab_size))
+    for num_rows in sorted(powers | {llm.max_num_seqs}):
+        prompts: list[Any] = [[next(tokens)] * 16 for _ in range(num_rows)]
         llm.generate(prompts, params)
 
 

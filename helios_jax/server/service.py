@@ -25,7 +25,14 @@ from helios_jax.server.convert import (
     tokens_to_proto,
     usage_to_proto,
 )
-from helios_jax.server.errors import RpcError, StatusCode, invalid, non_finite
+from helios_jax.server.errors import (
+    RETRY_SECONDS,
+    RpcError,
+    StatusCode,
+    blaming_input,
+    invalid,
+    non_finite,
+)
 from helios_jax.server.gate import Gate, State, current_call
 from helios_jax.server.inbox import Inbox
 from helios_jax.server.proto import inference_pb2 as pb
@@ -65,13 +72,19 @@ class InferenceService(InferenceServicer):
         self._gate = gate
         self._active: dict[tuple[str, str], _Active] = {}
         self._started = time.monotonic()
+        self._versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
         # For long texts and templates, which would keep the loop from everybody else.
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="helios-tokenize")
 
     def fail_all(self, error: RpcError) -> None:
         """Ends all requests in flight with an error."""
         for active in self._active.values():
-            active.inbox.fail(error)
+            self._fail(active, error)
+
+    def _fail(self, active: _Active, error: RpcError) -> None:
+        active.inbox.fail(error)
+        # Its call may not look there for long, if the client does not read what was written.
+        self._loaded.engine.abort(active.number)
 
     def close(self) -> None:
         """Lets go of the threads."""
@@ -140,15 +153,16 @@ class InferenceService(InferenceServicer):
         call.fields |= {"request_id": active.request_id, "prompt_tokens": len(ids)}
         engine, key = self._loaded.engine, (call.client, active.request_id)
         time_left = _time_left(context)
-        active.number = engine.submit(
-            ids,
-            sampling_from_proto(request.sampling),
-            on_update=active.inbox.put,
-            is_streamed=is_streamed,
-            deadline_seconds=time_left,
-            ends_at_deadline=time_left is not None,
-            **scheduling_from_proto(request.scheduling),
-        )
+        with blaming_input():
+            active.number = engine.submit(
+                ids,
+                sampling_from_proto(request.sampling),
+                on_update=active.inbox.put,
+                is_streamed=is_streamed,
+                deadline_seconds=time_left,
+                ends_at_deadline=time_left is not None,
+                **scheduling_from_proto(request.scheduling),
+            )
         self._active[key] = active
         if self._config.log_prompts:
             call.fields["prompt"] = self._loaded.tokenizer.decode(ids, skip_special_tokens=False)
@@ -165,9 +179,9 @@ class InferenceService(InferenceServicer):
             "finish_reason": ",".join(output.finish_reason for output in outcome.outputs),
             "ttft_seconds": round(outcome.timings.ttft_seconds, 6),
         }
-        self._metrics.finished(outcome)
         if any(output.finish_reason == "error" for output in outcome.outputs):
             raise non_finite()
+        self._metrics.finished(outcome)
 
     def _request_id(self, wanted: str, client: str) -> str:
         if not wanted:
@@ -183,6 +197,8 @@ class InferenceService(InferenceServicer):
                 StatusCode.ALREADY_EXISTS,
                 f"request_id={wanted!r}: is in flight already; use another, or none",
                 "ALREADY_EXISTS",
+                # An earlier attempt of the same call ends soon.
+                retry_seconds=RETRY_SECONDS,
             )
         return wanted
 
@@ -196,26 +212,28 @@ class InferenceService(InferenceServicer):
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         encode = self._loaded.tokenizer.encode
-        if len(text) < _SHORT_CHARS:
-            return encode(text, add_special_tokens)
-        return await self._in_thread(encode, text, add_special_tokens)
+        with blaming_input():
+            if len(text) < _SHORT_CHARS:
+                return encode(text, add_special_tokens)
+            return await self._in_thread(encode, text, add_special_tokens)
 
     async def _render(
         self, conversation: pb.Conversation, add_special_tokens: bool
     ) -> tuple[str, list[int]]:
         """A conversation's text and token ids."""
         tokenizer = self._loaded.tokenizer
-        messages, options = conversation_from_proto(conversation)
         if tokenizer.chat_template is None:
             raise NotImplementedError(
                 f"{self._config.model_name} has no chat template; send a prompt to Generate"
             )
 
         def render() -> tuple[str, list[int]]:
+            messages, options = conversation_from_proto(conversation)
             text = tokenizer.apply_chat_template(messages, **options)
             return text, tokenizer.encode(text, add_special_tokens)
 
-        return await self._in_thread(render)
+        with blaming_input():
+            return await self._in_thread(render)
 
     async def _in_thread(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._workers, function, *arguments)
@@ -280,7 +298,7 @@ class InferenceService(InferenceServicer):
         config = self._config
         info = pb.GetServerInfoResponse(
             state=_STATES[self._gate.state],
-            versions={name: importlib.metadata.version(name) for name in _PACKAGES},
+            versions=self._versions,
             uptime_seconds=time.monotonic() - self._started,
             limits=pb.Limits(
                 max_message_bytes=config.max_message_bytes,
@@ -313,8 +331,9 @@ class InferenceService(InferenceServicer):
                 "NOT_FOUND",
             )
         current_call.get().fields["request_id"] = active.request_id
-        active.inbox.fail(
-            RpcError(StatusCode.CANCELLED, "the request was aborted by a call of Abort", "ABORTED")
+        self._fail(
+            active,
+            RpcError(StatusCode.CANCELLED, "the request was aborted by a call of Abort", "ABORTED"),
         )
         return pb.AbortResponse()
 

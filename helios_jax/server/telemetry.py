@@ -5,7 +5,6 @@ asked for. Spans are OpenTelemetry's, where its package is installed: `opentelem
 helios serve ...` says where they go.
 """
 
-import importlib.util
 import json
 import logging
 import sys
@@ -212,12 +211,13 @@ class Tracer:
 
     def __init__(self):
         self._tracer = self._extract = None
-        if importlib.util.find_spec("opentelemetry") is not None:
+        try:
             from opentelemetry import propagate, trace
-
-            self._tracer = trace.get_tracer("helios_jax.server")
-            self._kind = trace.SpanKind.SERVER
-            self._extract = propagate.extract
+        except ImportError:
+            return
+        self._tracer = trace.get_tracer("helios_jax.server")
+        self._kind = trace.SpanKind.SERVER
+        self._extract = propagate.extract
 
     @contextmanager
     def span(self, method: str, metadata: Any) -> Iterator[Callable[[Mapping[str, Any]], None]]:

@@ -1,5 +1,6 @@
 """Do clients of a real server get what the engine would give them, and the right error else?"""
 
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -218,8 +219,7 @@ def test_what_breaks_a_rule_names_the_field(stub, request_, field, words):
     for method in (stub.GenerateOnce, lambda r: list(stub.Generate(r))):
         error = failure(lambda method=method: method(request))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        with pytest.raises(AssertionError, match=words):
-            raise AssertionError(error.details())
+        assert re.search(words, error.details())
         (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
         assert violation.field == field
         info = detail(error, error_details_pb2.ErrorInfo)
@@ -306,6 +306,7 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(server, client):
 @pytest.mark.parametrize("kind", ["stream", "unary", "channel"])
 def test_a_client_that_goes_away_frees_everything(server, client, kind):
     drawn = server.metrics()['helios:generation_tokens_total{model_name="tiny"}']
+    num_cancelled = len(server.calls(code="CANCELLED"))
     channel = grpc.insecure_channel(server.address)
     stub = pb_stub(channel)
     request = pb.GenerateRequest(text="Hi", sampling=pb.SamplingParams(**LONG))
@@ -324,7 +325,8 @@ def test_a_client_that_goes_away_frees_everything(server, client, kind):
             call.cancel()
     assert_idle(client)
     after = server.metrics()['helios:generation_tokens_total{model_name="tiny"}']
-    assert after - drawn < 6 * 250, "they were aborted before their end"
+    assert after - drawn < 2 * 254, "they were aborted before the first two had ended"
+    eventually(lambda: len(server.calls(code="CANCELLED")) == num_cancelled + 6)
     channel.close()
 
 
@@ -342,6 +344,7 @@ def test_abort_ends_the_call_of_ones_own(client, stub):
     assert next(stream).started.request_id == "long one"
     error = failure(lambda: client.generate("Hi", request_id="long one", **GREEDY))
     assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+    assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() > 0
     client.abort("long one")
     error = failure(lambda: list(stream))
     assert error.code() is grpc.StatusCode.CANCELLED and "aborted" in error.details()

@@ -1,5 +1,6 @@
 """Does the client put a stream together that breaks off and begins again, and know when to stop?"""
 
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from helios_jax.server.client import Client, _Assembler
+from helios_jax.server.client import AsyncClient, Client, _Attempts
+from helios_jax.server.client_convert import Assembler
 from helios_jax.server.errors import RpcError, unavailable
 from helios_jax.server.proto import inference_pb2 as pb
 from helios_jax.server.proto.inference_pb2_grpc import (
@@ -29,7 +31,7 @@ def finished(num_tokens: int) -> pb.GenerateResponse:
 
 def test_a_stream_that_begins_again_goes_on_where_it_was():
     for broken_after in range(4):
-        assembler, parts = _Assembler("Go"), []
+        assembler, parts = Assembler("Go"), []
         for index in range(broken_after):
             parts += assembler.add(tokens(index))
         assembler.start_over()
@@ -45,7 +47,7 @@ def test_a_stream_that_begins_again_goes_on_where_it_was():
 
 
 def test_tokens_that_a_stop_string_takes_back_are_dropped():
-    assembler = _Assembler([1])
+    assembler = Assembler([1])
     parts = [*assembler.add(tokens(0)), *assembler.add(finished(1))]
     assert parts[-1].request_output.outputs[0].token_ids == [0]
 
@@ -111,6 +113,56 @@ def test_a_call_is_tried_again_while_that_makes_sense(serve):
         with pytest.raises(grpc.RpcError, match="away"):
             list(client.stream("Go"))
         assert len(once.seeds) == 1
+
+
+class Asked(InferenceServicer):
+    """Answers at once; `requests` is what came."""
+
+    def __init__(self):
+        self.requests: list[Any] = []
+
+    def Generate(self, request, context):
+        self.requests.append(request)
+        yield finished(0)
+
+    Chat = Generate
+
+
+def test_prompts_and_conversations_are_scheduled_and_sampled_alike(serve):
+    asked = Asked()
+    options = dict(priority=-2, ttft_target_seconds=0.5, speculate=False, top_k=3, seed=None)
+    messages = [{"role": "user", "content": "Hi"}]
+
+    async def work() -> None:
+        async with AsyncClient(address) as client:
+            await client.chat(messages, request_id="4", **options)
+            assert [part async for part in client.stream("Hi", **options)]
+
+    address = serve(asked)
+    with Client(address) as client:
+        client.chat(messages, **options)
+        assert list(client.stream_chat(messages, **options))
+        assert list(client.stream("Hi", **options))
+    asyncio.run(work())
+    assert len(asked.requests) == 5 and asked.requests[3].request_id == "4"
+    for request in asked.requests:
+        assert request.scheduling == pb.Scheduling(
+            priority=-2, ttft_target_seconds=0.5, speculate=False
+        )
+        assert request.sampling == pb.SamplingParams(top_k=3)
+
+
+def test_who_is_told_when_to_come_back_comes_no_earlier():
+    class Error(grpc.RpcError):
+        def code(self):
+            return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+        def trailing_metadata(self):
+            status = RpcError(self.code(), "full", "QUEUE_FULL", retry_seconds=0.5).status()
+            return [("grpc-status-details-bin", status.SerializeToString())]
+
+    delays = [_Attempts(None, 60).delay(Error()) for _ in range(100)]
+    assert 0.5 <= min(delays) < max(delays) <= 0.75
 
 
 def test_a_certificate_without_its_key_is_refused():

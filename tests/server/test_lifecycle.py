@@ -29,6 +29,7 @@ from helios_jax.server.security import Tokens
 from helios_jax.server.service import _Active
 from tests.server.processes import ROOT
 from tests.server.test_calls import GREEDY, LONG, failure
+from tests.server.test_service import fake_llm
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -133,6 +134,13 @@ def test_certificates_tokens_and_faults(start, server_folder):
             error = failure(client.server_info)
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED, token
             assert client.is_ready(), "a probe needs no token"
+    refused = server.calls(code="UNAUTHENTICATED", method="GetServerInfo")
+    assert len(refused) == 5 and refused[0]["client"].startswith("certificate:")
+    counted = server.metrics()
+    label = '{code="UNAUTHENTICATED",method="GetServerInfo",model_name="tiny"}'
+    assert counted["helios:grpc_calls_total" + label] == 5
+    # What the model could not do is no success.
+    assert not [name for name in counted if name.startswith("helios:request_success_total")]
     with Client(address, **mine) as client:
         reflected = reflection_pb2_grpc.ServerReflectionStub(client._channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
@@ -236,7 +244,8 @@ def test_what_does_not_end_in_time_is_cut_off(grace_seconds, signals):
 
     async def work() -> None:
         server = run._Server(ServerConfig(grace_seconds=grace_seconds))
-        gate, service, active = server._gate, server._service, _Active("id")
+        gate, service, active = server._gate, server._service, _Active("id", number=7)
+        service.llm, aborted = fake_llm()
         gate.state = State.SERVING
         service._active["client", "id"] = active
         gate._enter(Call("Generate", "client"), pb.GenerateRequest())
@@ -247,6 +256,7 @@ def test_what_does_not_end_in_time_is_cut_off(grace_seconds, signals):
             with pytest.raises(RpcError, match="shut down before the request was done") as raised:
                 await active.inbox.read()
         assert raised.value.code is grpc.StatusCode.UNAVAILABLE
+        assert aborted == [7]
         with pytest.raises(RpcError, match="takes no more requests"):
             gate._enter(Call("Generate", "client"), pb.GenerateRequest())
 

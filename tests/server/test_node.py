@@ -11,7 +11,7 @@ import pytest
 from helios_jax.server.proto import PROTO_ROOT
 from tests.server.test_calls import GREEDY, assert_idle
 
-PACKAGES = ("@grpc/grpc-js", "@grpc/proto-loader")
+PACKAGES = ("@grpc/grpc-js@1.14.7", "@grpc/proto-loader@0.8.1")
 
 
 @pytest.mark.slow
@@ -20,7 +20,8 @@ def test_node_streams(server, client, tmp_path):
     if node is None or npm is None:
         pytest.skip("needs node and npm")
     install = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(tmp_path), *PACKAGES]
-    subprocess.run(install, check=True, capture_output=True, timeout=300)
+    installed = subprocess.run(install, capture_output=True, text=True, timeout=300)
+    assert installed.returncode == 0, installed.stderr
     done = subprocess.run(
         [node, str(Path(__file__).with_name("node_client.js")), server.address, str(PROTO_ROOT)],
         env=os.environ | {"NODE_PATH": str(tmp_path / "node_modules")},

@@ -2,14 +2,15 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 
 from helios_jax import SamplingParams
-from helios_jax.server.client import _sampling
+from helios_jax.server.client_convert import options_to_proto
 from helios_jax.server.config import MAX_STOP_TOKEN_IDS
 from helios_jax.server.convert import sampling_from_proto
-from helios_jax.server.errors import RpcError, to_rpc_error
+from helios_jax.server.errors import RpcError, blaming_input, to_rpc_error
 from helios_jax.server.proto import PROTO_ROOT
 from helios_jax.server.proto import inference_pb2 as pb
 from helios_jax.server.proto.generate import generate
@@ -42,30 +43,35 @@ def test_every_sampling_parameter_has_a_field():
     assert names == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
+def received(**options: Any) -> SamplingParams:
+    """What the server makes of a client's options."""
+    sampling, _ = options_to_proto(options)
+    return sampling_from_proto(pb.SamplingParams.FromString(sampling.SerializeToString()))
+
+
 def test_sampling_parameters_survive_the_wire():
     options = {field.name: getattr(EVERY, field.name) for field in dataclasses.fields(EVERY)}
-    sent = pb.SamplingParams.FromString(_sampling(options).SerializeToString())
-    assert sampling_from_proto(sent) == EVERY
+    assert received(**options) == EVERY
     assert sampling_from_proto(pb.SamplingParams()) == SamplingParams()
     # Zero is not "not set".
-    zero = sampling_from_proto(_sampling(dict(temperature=0, logprobs=0, detokenize=False)))
+    zero = received(temperature=0, logprobs=0, detokenize=False)
     assert zero == SamplingParams(temperature=0, logprobs=0, detokenize=False)
-    words = sampling_from_proto(_sampling(dict(bad_words_token_ids=[[1, 2], [3]])))
+    words = received(bad_words_token_ids=[[1, 2], [3]])
     assert words.bad_words_token_ids == ((1, 2), (3,))
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(tempurature=1), "tempurature is no sampling parameter; must be one of n, temp"),
-        (dict(max_tokens="many"), "max_tokens='many': is not what the parameter takes"),
+        (dict(tempurature=1), "tempurature is no option of a request; must be one of n, temp"),
+        (dict(max_tokens="many"), "max_tokens='many': is not what the option takes"),
         (dict(logit_bias={"a": 1.0}), "logit_bias={'a': 1.0}: is not what"),
         (dict(seed=2**64), "seed=18446744073709551616: is not what"),
     ],
 )
 def test_the_client_names_what_it_cannot_send(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        _sampling(options)
+        options_to_proto(options)
 
 
 def test_long_lists_are_refused_before_they_are_compiled_for():
@@ -77,7 +83,8 @@ def test_long_lists_are_refused_before_they_are_compiled_for():
 
 
 def test_an_error_fits_the_headers_that_carry_it():
-    error = to_rpc_error(ValueError("stop contains " + "ß\n🙂" * 10_000))
-    status = error.status()
+    with pytest.raises(RpcError) as raised, blaming_input():
+        raise ValueError("stop contains " + "ß\n🙂" * 10_000)
+    status = raised.value.status()
     assert status.ByteSize() < 3000 and status.message.endswith("…")
     assert to_rpc_error(KeyError("secret path")).message.startswith("internal error")

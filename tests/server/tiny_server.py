@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from helios_jax.config import require
 from helios_jax.llm import LLM
 from helios_jax.server.config import ServerConfig
 from helios_jax.server.run import run_server
@@ -22,15 +21,11 @@ _PATHS = ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file")
 def make_llm(options: dict[str, Any]) -> LLM:
     """The tiny model; "nan": its logits are not numbers, "seconds": it takes so long to load."""
     time.sleep(options.pop("seconds", 0))
-    require(not options.pop("fails", False), "the model: cannot be loaded")
     is_nan = options.pop("nan", False)
     llm = tiny.llm(**options)
     if is_nan:
-        params = llm.engine.form.params
-        leaf = params["norm"]["scale"] if "norm" in params else jax.tree.leaves(params)[0]
-        llm.engine.form.params.update(
-            jax.tree.map(lambda x: x * math.nan if x is leaf else x, params)
-        )
+        params = llm.engine.form.params["params"]
+        params["final_norm"] = jax.tree.map(lambda x: x * math.nan, params["final_norm"])
     return llm
 
 
