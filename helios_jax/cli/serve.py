@@ -72,7 +72,7 @@ def serve(
         Path | None,
         typer.Option(
             rich_help_panel=_SERVER,
-            help="A new file: what arrives and when, prompts included, for replay.",
+            help="A new file: what arrives once it is ready, and when, prompts included.",
         ),
     ] = None,
     print_proto: Annotated[
@@ -146,6 +146,7 @@ def serve(
         write_timeout_seconds=write_timeout_seconds,
         warm_up=warm_up,
         log_prompts=log_prompts,
+        record=record,
     )
     log_to_stderr(log_format)
 
@@ -155,8 +156,7 @@ def serve(
             max_num_rows=max_num_rows, max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_dtype=kv_cache_dtype, kv_watermark=kv_watermark,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
-            gpu_memory_utilization=gpu_memory_utilization, seed=seed, record=record,
-            **speculation,
+            gpu_memory_utilization=gpu_memory_utilization, seed=seed, **speculation,
         )  # fmt: skip
 
     run_server(config, load)

@@ -37,6 +37,8 @@ class ServerConfig:
         does not answer; clients may not probe more often than every tenth of it.
       warm_up: compile what common requests need before the server says that it is ready.
       log_prompts: write prompts to the log.
+      record: a new file for what arrives from when the server is ready, prompts included; see
+        `helios_jax.engine.recording`.
     """
 
     model_name: str = ""
@@ -54,6 +56,7 @@ class ServerConfig:
     keepalive_seconds: float = 60.0
     warm_up: bool = True
     log_prompts: bool = False
+    record: Path | None = None
 
     def __post_init__(self):
         for name in ("port", "metrics_port"):
@@ -83,6 +86,12 @@ class ServerConfig:
                 math.isfinite(value) and value >= least,
                 f"{name}={value}: must be a finite number, at least {least}",
             )
+
+        # Said again when the file is made, which is after the model was loaded.
+        require(
+            self.record is None or not self.record.exists(),
+            f"record={_text(self.record)}: exists already; give a new name, or remove it first",
+        )
 
     @property
     def address(self) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -44,7 +45,8 @@ def run_server(config: ServerConfig, load: Callable[[], LLM]) -> None:
 
     Raises:
       ValueError, OSError: options that cannot be had, such as a port that is taken.
-      Exception: of `load`.
+      Exception: of `load`, or what ended the engine's thread: the server ends with it, so that
+        whoever watches over it starts another.
     """
     is_loaded = asyncio.run(_Server(config).live(load))
     if not is_loaded:
@@ -69,6 +71,7 @@ class _Server:
         # Set by the first signal and by the second.
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._failure: BaseException | None = None
 
     async def live(self, load: Callable[[], LLM]) -> bool:
         """The whole life; False if it ended while the model was loading."""
@@ -89,6 +92,8 @@ class _Server:
             log("ready", weights=llm.dtype_report)
             await self._stop.wait()
             await self._drain()
+            if self._failure is not None:
+                raise self._failure
             return True
         finally:
             await server.stop(1.0)
@@ -172,7 +177,9 @@ class _Server:
                     _warm_up(llm)
                 # Kept from then on; a large vocabulary takes a while.
                 llm.tokenizer.fingerprint()
-                llm.engine.start()
+                if self._config.record is not None:
+                    llm.engine.start_recording(self._config.record)
+                llm.engine.start(partial(loop.call_soon_threadsafe, self._engine_ended))
             except BaseException as error:
                 failure = error
             try:
@@ -210,6 +217,13 @@ class _Server:
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
+
+    def _engine_ended(self, error: BaseException) -> None:
+        """Nobody computes any more. The requests there were have been told."""
+        log("the engine ended", logging.ERROR, error=str(error))
+        self._failure = error
+        self._stop.set()
+        self._hurry.set()
 
     def _engine_metrics(self) -> Mapping[str, float]:
         llm = self._service.llm

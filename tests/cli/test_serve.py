@@ -30,7 +30,7 @@ def test_defaults_stay_on_this_machine(served, llm, helios):
     ((config, _),) = served
     assert config == ServerConfig(model_name="smollm2-135m")
     assert config.address == "127.0.0.1:50051" and not config.is_open
-    assert llm.loaded[1]["max_num_seqs"] == 8 and llm.loaded[1]["record"] is None
+    assert llm.loaded[1]["max_num_seqs"] == 8
 
 
 def test_every_option_arrives(served, llm, helios):
@@ -49,7 +49,7 @@ def test_every_option_arrives(served, llm, helios):
         model_name="m.gguf", host="::", port=1, tls_cert=Path("c"), tls_key=Path("k"),
         tls_client_ca=Path("a"), auth_token_file=Path("t"), metrics_port=2,
         max_requests_per_client=3, max_message_bytes=5000, grace_seconds=4.0,
-        write_timeout_seconds=5.0, warm_up=False, log_prompts=True,
+        write_timeout_seconds=5.0, warm_up=False, log_prompts=True, record=Path("r.jsonl"),
     )  # fmt: skip
     assert config.address == "[::]:1"
     assert llm.loaded == (
@@ -57,7 +57,7 @@ def test_every_option_arrives(served, llm, helios):
         dict(
             dtype="int8", max_model_len=99, max_num_seqs=6, max_num_rows=7,
             max_num_batched_tokens=64, kv_cache_dtype="fp8_e4m3", kv_watermark=0,
-            kv_cache_memory_bytes=1000, gpu_memory_utilization=0.5, seed=9, record=Path("r.jsonl"),
+            kv_cache_memory_bytes=1000, gpu_memory_utilization=0.5, seed=9,
             speculative_config={"method": "ngram", "num_speculative_tokens": 3},
         ),
     )  # fmt: skip

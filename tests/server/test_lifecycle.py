@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -185,6 +186,7 @@ def check_concurrency(server, address: str, mine: dict) -> None:
         (dict(tls_client_ca=ROOT / "x"), "tls_client_ca='.*x': needs tls_cert and tls_key"),
         (dict(grace_seconds=-1.0), "grace_seconds=-1.0: must be a finite number, at least 0"),
         (dict(max_requests_per_client=0), "max_requests_per_client=0: must be at least 1"),
+        (dict(record=ROOT / "README.md"), "record='.*README.md': exists already"),
         (dict(max_message_bytes=1), "max_message_bytes=1: must be in 4096"),
     ],
 )
@@ -236,6 +238,35 @@ def test_a_signal_while_loading_ends_it_well(start):
     assert server.stop() == 0
     assert time.monotonic() - began < 10
     assert server.lines()[-1]["message"] == "stopped"
+
+
+class DyingEngine:
+    """Its thread ends as soon as it is started."""
+
+    def start(self, on_failure) -> None:
+        thread = threading.Thread(target=on_failure, args=[MemoryError("no room for the KV pool")])
+        thread.start()
+
+    def stop(self) -> None: ...
+
+    def stop_recording(self) -> None: ...
+
+
+def test_a_server_ends_with_its_engine_and_says_why(caplog):
+    """Rather than be found healthy and answer nobody; `grace_seconds` are not waited for."""
+    llm = SimpleNamespace(
+        engine=DyingEngine(), tokenizer=SimpleNamespace(fingerprint=str), dtype_report=""
+    )
+
+    async def work() -> None:
+        config = ServerConfig(port=0, warm_up=False, grace_seconds=60.0)
+        async with asyncio.timeout(10):
+            await run._Server(config).live(lambda: llm)
+
+    with pytest.raises(MemoryError, match="no room for the KV pool"), caplog.at_level("INFO"):
+        asyncio.run(work())
+    messages = [record.message for record in caplog.records]
+    assert "the engine ended" in messages and messages[-1] == "stopped"
 
 
 @pytest.mark.parametrize("grace_seconds, signals", [(0.05, 1), (60.0, 2)])
