@@ -53,11 +53,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if jax.default_backend() != "gpu":
             pytest.skip("needs an NVIDIA GPU, and jax finds none")
     real = any(name.startswith("smollm2") for name in getattr(item, "fixturenames", ()))
-    optimise_programs(is_gpu or real or item.get_closest_marker("optimised") is not None)
+    optimise_programs(is_gpu or real)
 
 
 def optimise_programs(optimises: bool) -> None:
-    """How this process and those that it starts compile: programs of small models, in haste.
+    """How this process and those that it starts compile: only the real model's as users do.
 
     LLVM's optimisations are most of what a small model's tests would take.
     """

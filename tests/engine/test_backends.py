@@ -5,7 +5,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 
-from helios_jax.engine import Engine, EngineConfig, programs
+from helios_jax.engine import Engine, EngineConfig
 from helios_jax.model import init_params
 from helios_jax.model.forms import ServingForm, serving_form
 from helios_jax.outputs import CompletionOutput
@@ -41,16 +41,6 @@ def form() -> ServingForm:
     return serving_form(config, params, "int4", "gpu")
 
 
-@cache
-def quickly_compiled(name: str, platform: str):
-    """`programs.stage` with less optimisation: compiling is all that takes time here."""
-    function, static = programs._STATIC[name]
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(
-        function, static_argnames=static, donate_argnames="state", compiler_options=options
-    )
-
-
 def serve(backend: str):
     """Greedy outputs of each prompt, and the backends by which each op was served."""
     dispatch._in_use.clear()
@@ -64,9 +54,8 @@ def serve(backend: str):
     return [output.outputs[0] for output in outputs], used
 
 
-def test_interpreted_kernels_serve_the_tokens_of_xla(monkeypatch):
+def test_interpreted_kernels_serve_the_tokens_of_xla():
     """INT4 linears and FP8 KV: all three kernels, in prefill and decoding."""
-    monkeypatch.setattr(programs, "stage", quickly_compiled)
     expected, by_xla = serve("xla")
     found, by_interpreting = serve("interpret")
     ops = ("int4_matmul", "append_kv", "paged_attention")

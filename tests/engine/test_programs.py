@@ -39,7 +39,6 @@ def test_nothing_compiles_once_warm():
     assert engine.num_programs == num_programs and counts == []
 
 
-@pytest.mark.optimised
 @pytest.mark.parametrize(
     "kv_cache_dtype", ["bfloat16", pytest.param("fp8_e4m3", marks=pytest.mark.slow)]
 )

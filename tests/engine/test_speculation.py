@@ -229,7 +229,6 @@ def test_nothing_compiles_once_warm():
     assert engine.num_programs == num_programs and counts == []
 
 
-@pytest.mark.optimised
 def test_no_stage_copies_the_pools():
     """Neither the target's nor the draft's: temporaries stay under 6% of either."""
     speculation, extra = drafting()

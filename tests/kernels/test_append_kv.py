@@ -177,7 +177,6 @@ def _write_and_read_layers(k_pool, v_pool, values_TKH, slot_T):
     return lax.scan(layer, (k_pool, v_pool), jnp.arange(4) * 1024)
 
 
-@pytest.mark.optimised
 @pytest.mark.parametrize("num_tokens", [1, 8])
 @pytest.mark.parametrize("program", [_write, _write_and_read_layers])
 def test_pools_are_updated_in_place(program, num_tokens):

@@ -126,7 +126,6 @@ def test_a_fresh_state_can_be_donated():
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
-@pytest.mark.optimised
 @pytest.mark.parametrize("name", ["schedule_fcfs", "abort", "commit"])
 def test_programs_copy_neither_table_nor_pool(name):
     """Donated, what a program needs beside its arguments is smaller than the table of blocks."""

@@ -427,7 +427,6 @@ def test_what_cannot_be_honoured_is_refused(changes, message):
         speculative_generate(**(arguments | changes))
 
 
-@pytest.mark.optimised
 def test_a_round_copies_no_pool():
     """Target and draft: temporaries stay small where the pools are large, and both are donated."""
     num_blocks = 20_000
