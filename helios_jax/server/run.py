@@ -84,6 +84,8 @@ class _Server:
         await server.start()
         try:
             llm = await self._load(load)
+            if self._failure is not None:
+                raise self._failure
             if llm is None:
                 return False
             self._service.llm = llm
