@@ -176,6 +176,9 @@ class EngineCore:
         self._next_id = 0
         self._metrics = Metrics()
         self._num_visitors = 0
+        self._num_failures_in_a_row = 0
+        # Only ever larger; the device has them from the step on that needs them.
+        self._wanted_shapes = self._device.shapes
         self._recorder: Recorder | None = None
         self.snapshot_sha256: str | None = None
         self._begin()
@@ -371,10 +374,14 @@ class EngineCore:
                 started = launches and self._launch()
                 while len(self._in_flight) > (1 if started else 0):
                     self._read(self._in_flight.popleft(), news)
-            except Exception as cause:
+            except BaseException as cause:
                 # Those who have ended are forgotten already: they are told now or never.
                 self._deliver_all(news)
-                raise self._fail(cause) from cause
+                error = self._fail(cause)
+                if not isinstance(cause, Exception):
+                    # Ctrl-C, at any place: what the host and the device know may differ by a step.
+                    raise
+                raise error from cause
             if self._recorder is not None and not self._in_flight:
                 self._recorder.flush()
             self._deliver_all(news)
@@ -459,6 +466,7 @@ class EngineCore:
             answer_N, number = self._device.answers.popleft()
             answers = np.asarray(answer_N)[:number]
             assert (answers == ACCEPTED).all(), f"the device refused a checked request: {answers}"
+        self._num_failures_in_a_row = 0
         self._num_pending_tokens = int(outputs.summary.num_pending_tokens)
         running = set(outputs.summary.running_id_R.tolist())
         for row_id, live in self._live.items():
@@ -561,7 +569,6 @@ class EngineCore:
 
     def _begin(self) -> None:
         """Nothing in flight, of an empty device."""
-        self._wanted_shapes = self._device.shapes
         self._origin = time.monotonic()
         self._in_flight: deque[_InFlight] = deque()
         self._live: dict[int, _Live] = {}
@@ -574,9 +581,25 @@ class EngineCore:
         self._device.start_over()
         self._begin()
 
-    def _fail(self, cause: Exception) -> EngineError:
+    def _fail(self, cause: BaseException) -> EngineError:
         """Ends all requests with the cause; the engine is empty afterwards."""
-        error = EngineError(f"a step failed, and with it every request: {cause}")
+        self._num_failures_in_a_row += 1
+        what = str(cause) or type(cause).__name__
+        error = EngineError(f"a step failed, and with it every request: {what}")
+        self._end_all(error)
+        # After they were told: it may fail, too, and end those who have come meanwhile.
+        try:
+            self._start_over()
+        except BaseException:
+            self._end_all(error)
+            raise
+        if self._recorder is not None:
+            inputs = StepInputs(shapes=self._device.shapes, starts_over=True)
+            self._recorder.step(inputs, self._origin)
+        return error
+
+    def _end_all(self, error: EngineError) -> None:
+        """Tells every request that there is, and forgets it."""
         with self._inbox:
             requests = list(self._requests.values())
             self._requests.clear()
@@ -588,12 +611,6 @@ class EngineCore:
                 if row.finish_reason is None:
                     stream = StreamOutput("", [], "error")
                     self._deliver(request, RequestUpdate(request.request_id, index, stream, error))
-        # After they were told: it may fail, too.
-        self._start_over()
-        if self._recorder is not None:
-            inputs = StepInputs(shapes=self._device.shapes, starts_over=True)
-            self._recorder.step(inputs, self._origin)
-        return error
 
     @property
     def pool_bytes(self) -> int:

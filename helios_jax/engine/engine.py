@@ -24,6 +24,9 @@ from helios_jax.sampling import SamplingParams
 
 _logger = logging.getLogger("helios_jax.engine")
 
+# A thread whose steps fail so often without one that succeeds will not recover.
+MAX_FAILURES_IN_A_ROW = 3
+
 
 class Engine(EngineCore):
     """Serves requests together, as they come and go.
@@ -225,9 +228,14 @@ class Engine(EngineCore):
         A step that fails ends the requests there are, and the thread goes on.
 
         Args:
-          on_failure: called by the thread where it ends for another reason: the device has no room
-            to begin again, say. All requests until then have been told.
+          on_failure: called by the thread where it ends by itself: several steps in a row have
+            failed, or the device has no room to begin again. All requests until then have been
+            told.
         """
+        with self._inbox:
+            ending = self._thread if self._is_stopping else None
+        if ending is not None:
+            ending.join()
         with self._inbox:
             if self._thread is not None:
                 return
@@ -257,13 +265,20 @@ class Engine(EngineCore):
             except EngineError as error:
                 # Every request was told; the next ones find an empty engine.
                 _logger.exception("%s", error)
-            except BaseException as error:
-                _logger.exception("the stepping thread ends")
-                with self._inbox:
-                    self._thread = None
-                if self._on_failure is not None:
-                    self._on_failure(error)
+                if self._num_failures_in_a_row < MAX_FAILURES_IN_A_ROW:
+                    continue
+                self._end(error)
                 return
+            except BaseException as error:
+                self._end(error)
+                return
+
+    def _end(self, error: BaseException) -> None:
+        _logger.error("the stepping thread ends: %r", error)
+        with self._inbox:
+            self._thread = None
+        if self._on_failure is not None:
+            self._on_failure(error)
 
 
 def _require_one(num_outputs: int) -> None:

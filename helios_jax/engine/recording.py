@@ -151,9 +151,10 @@ class Recorder:
         self._guarded(self._file.write, self._line(fields))
 
     def _line(self, fields: Json) -> str:
-        fields["line"] = self._num_lines = self._num_lines + 1
+        fields["line"] = self._num_lines + 1
         # Callers may have given numpy's numbers.
         body = json.dumps(fields, separators=(",", ":"), default=np.generic.item)[:-1]
+        self._num_lines += 1
         return f"{body}{_CHECKSUM}{zlib.crc32(body.encode())}}}\n"
 
     def _guarded(self, write: Callable, *arguments: str) -> None:

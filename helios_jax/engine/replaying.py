@@ -62,6 +62,8 @@ def replay(
                 settings, speculation_params or SpeculationParams()
             ),
         )  # fmt: skip
+        # Those it had by then, where the recording began later than the engine.
+        engine._device.widen(settings.shapes)
     else:
         engine = Engine.restore(
             snapshot, form, tokenizer, model_config=model_config, urgency=urgency,

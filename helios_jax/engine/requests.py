@@ -57,8 +57,15 @@ class Targets:
     ends_at_deadline: bool = False
 
     def __post_init__(self):
+        for name in ("priority", "deadline_seconds", "ttft_target_seconds", "tpot_target_seconds"):
+            value = getattr(self, name)
+            try:
+                # Whatever kind of number it was, so that a recording can tell it.
+                object.__setattr__(self, name, None if value is None else float(value))
+            except (TypeError, ValueError):
+                raise ValueError(f"{name}={value!r}: must be a number") from None
         require(
-            abs(self.priority) <= MAX_NUMBER,
+            self.priority is not None and abs(self.priority) <= MAX_NUMBER,
             f"priority={self.priority}: must be a finite number, at most {MAX_NUMBER:g} either "
             "way; lower is earlier",
         )

@@ -87,7 +87,7 @@ def choose_variants(
     ]
     num_rows = min(len(rows), config.max_num_seqs)
     rounds = Variant(
-        num_rows=power_of_two(num_rows),
+        num_rows=min(power_of_two(num_rows), config.max_num_rows),
         context_tokens=size_bucket(max(ends), MIN_CONTEXT_TOKENS, 4, config.max_model_len),
         has_narrow=any(row.num_prompt <= config.kv_watermark for row in rows),
         has_wide=any(end > config.kv_watermark for end in ends),
@@ -104,7 +104,9 @@ def choose_variants(
         pending += len(started)
         chunk = dataclasses.replace(
             rounds,
-            num_rows=size_bucket(num_rows, 1, 8, power_of_two(config.max_num_seqs)),
+            num_rows=size_bucket(
+                num_rows, 1, 8, min(power_of_two(config.max_num_seqs), config.max_num_rows)
+            ),
             chunk_tokens=size_bucket(pending, MIN_CHUNK_TOKENS, 4, config.max_num_batched_tokens),
             num_prompt_logprobs=num_prompt_logprobs,
         )

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 import threading
+import time
 
 import jax
 import jax.monitoring
@@ -262,6 +263,100 @@ def test_what_a_failed_step_had_read_is_told(monkeypatch):
     assert told[-1].request_id == ends and told[-1].stream.request_output is not None
 
 
+def test_ctrl_c_in_a_step_ends_what_was_in_it_and_leaves_an_engine_that_works(monkeypatch):
+    """It may have come anywhere: after tokens were taken from the device, say."""
+    engine, told = make_engine(), []
+    for prompt in ([1, 2], [3]):
+        engine.submit(prompt, GREEDY, on_update=told.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_read", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            drain(engine)
+    assert [update.request_id for update in told] == [0, 1]
+    assert all("KeyboardInterrupt" in str(update.error) for update in told)
+    assert not engine.has_work
+    [output] = engine.generate([[1, 2]], [GREEDY])
+    assert output.outputs[0].token_ids == expected([1, 2], GREEDY)
+    drain(engine)
+    assert_empty(engine)
+
+
+def raising(error: BaseException):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def test_a_thread_whose_steps_all_fail_ends_and_says_so():
+    engine, failures, ended = make_engine(), [], threading.Event()
+    engine._device.form = engine.form._replace(params={"params": {}})
+
+    def again(update) -> None:
+        if not ended.is_set():
+            engine.submit([1, 2], GREEDY, on_update=again)
+
+    engine.submit([1, 2], GREEDY, on_update=again)
+    engine.start(on_failure=lambda error: (failures.append(error), ended.set()))
+    assert ended.wait(60)
+    assert isinstance(failures[0], EngineError) and engine._num_failures_in_a_row == 3
+
+
+def test_a_request_that_comes_while_the_engine_begins_again_is_served(monkeypatch):
+    """One of other shapes than the device has."""
+    engine = make_engine()
+    device, start_over, numbers = engine._device, engine._device.start_over, []
+    params = dataclasses.replace(GREEDY, stop_token_ids=list(range(200, 209)))
+    device.form = engine.form._replace(params={"params": {}})
+
+    def begin_again() -> None:
+        numbers.append(engine.submit([1, 2], params))
+        start_over()
+
+    monkeypatch.setattr(device, "start_over", begin_again)
+    engine.submit([3], GREEDY)
+    with pytest.raises(EngineError):
+        drain(engine)
+    device.form = engine.form
+    assert tokens_of(drain(engine))[numbers[0], 0] == expected([1, 2], params)
+
+
+def test_a_thread_that_is_being_stopped_can_be_started(engine, monkeypatch):
+    """By an event loop, say, that has just submitted a request."""
+    inside, go_on, step = threading.Event(), threading.Event(), engine.step
+
+    def slow_step():
+        inside.set()
+        assert go_on.wait(60)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow_step)
+    done = threading.Event()
+    engine.submit([1, 2], GREEDY, on_update=lambda u: u.stream.request_output and done.set())
+    engine.start()
+    assert inside.wait(60)
+    stopping = threading.Thread(target=engine.stop)
+    stopping.start()
+    while not engine._is_stopping:
+        time.sleep(0.001)
+    starting = threading.Thread(target=engine.start)
+    starting.start()
+    go_on.set()
+    for thread in (stopping, starting):
+        thread.join(60)
+    assert done.wait(60)
+    engine.stop()
+
+
+def test_a_table_smaller_than_the_next_power_of_two():
+    engine = make_engine(max_num_seqs=3, max_num_rows=3)
+    wanted = prompts(12, 3, 60)
+    outputs = engine.generate(wanted, [GREEDY] * 3)
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        expected(prompt, GREEDY) for prompt in wanted
+    ]
+
+
 def test_stop_strings_trim_exactly(engine):
     plain = engine.generate([[72, 105]], [dataclasses.replace(GREEDY, max_tokens=30)])[0]
     text = plain.outputs[0].text
@@ -425,7 +520,8 @@ def test_an_unread_stream_that_is_closed_ends_its_request(engine):
         (lambda e: e.submit([999]), "token id 999: must be in 0..257"),
         (lambda e: e.submit([1] * 192), "max_model_len=192 must leave room"),
         (lambda e: e.submit([1], ends_at_deadline=True), "there is no deadline to end at"),
-        (lambda e: e.submit([1], ttft_target_seconds=0), "ttft_target_seconds=0: must be above 0"),
+        (lambda e: e.submit([1], ttft_target_seconds=0), "ttft_target_seconds=0.0: must be above"),
+        (lambda e: e.submit([1], priority="high"), "priority='high': must be a number"),
         (lambda e: e.submit([1], SamplingParams(n=9, temperature=1)), "n=9: more outputs than"),
         (lambda e: e.stream([1], SamplingParams(n=2, temperature=1)), "n=2: a stream has one"),
         (lambda e: e.submit([258] * 192), "192 tokens: max_model_len=192 must leave room"),

@@ -232,6 +232,24 @@ def test_a_run_goes_on_after_a_step_that_failed(tmp_path):
     assert_same([found[0], *found[2:]], wanted)
 
 
+def test_a_recording_that_begins_later(tmp_path):
+    """With an empty engine that has seen larger sampling parameters already."""
+    engine, path = make_engine(), tmp_path / "run.jsonl"
+    params = dataclasses.replace(GREEDY, stop_token_ids=list(range(200, 209)), max_tokens=6)
+    engine.generate([[5] * 40], [params])
+    engine.start_recording(path)
+    wanted = watch(engine)
+    engine.submit([5] * 40, params)
+    with pytest.raises(ValueError, match="1 requests are in flight"):
+        engine.start_recording(tmp_path / "other.jsonl")
+    step(engine)
+    assert engine.metrics()["num_prefix_hit_tokens"] == 0
+    assert_same(list(again(path)), wanted)
+    with pytest.raises(ValueError, match="a recording goes on"):
+        engine.start_recording(tmp_path / "other.jsonl")
+    engine.stop_recording()
+
+
 def test_every_parameter_of_a_request_is_kept():
     _, tokenizer, config = model()
     params = SamplingParams(
