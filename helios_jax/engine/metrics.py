@@ -9,9 +9,13 @@ import jax
 import numpy as np
 
 from helios_jax.engine.config import StepConfig
-from helios_jax.engine.state import StepSummary
+from helios_jax.engine.state import StepSummary, Telemetry
 from helios_jax.outputs import Acceptance
+from helios_jax.scheduler import Counters
 from helios_jax.speculative import AcceptanceReport, AcceptanceTelemetry, read_acceptance
+
+_COUNTS = [item.name for part in (Telemetry, Counters) for item in dataclasses.fields(part)]
+_GAUGES = ("num_waiting", "num_running", "num_used_blocks")
 
 
 class Metrics:
@@ -19,14 +23,14 @@ class Metrics:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._totals: dict[str, float] = {}
+        self._totals: dict[str, float] = dict.fromkeys(_COUNTS, 0)
         self.start_over()
 
     def start_over(self) -> None:
         """The device counts from 0 again; the sums stay."""
         with self._lock:
             self._last_counts: dict[str, int | float] = {}
-            self._gauges: dict[str, int] = {}
+            self._gauges: dict[str, int] = dict.fromkeys(_GAUGES, 0)
             self._acceptance: AcceptanceTelemetry | None = None
 
     def add(self, summary: StepSummary) -> None:
@@ -45,10 +49,7 @@ class Metrics:
                 added = added if isinstance(count, float) else added % 2**32
                 self._totals[name] = self._totals.get(name, 0) + added
             self._last_counts = counts
-            self._gauges = {
-                name: int(getattr(summary, name))
-                for name in ("num_waiting", "num_running", "num_used_blocks")
-            }
+            self._gauges = {name: int(getattr(summary, name)) for name in _GAUGES}
 
     def read(self, config: StepConfig) -> dict[str, float]:
         """See `Engine.metrics`."""

@@ -275,6 +275,8 @@ def test_ctrl_c_in_a_step_ends_what_was_in_it_and_leaves_an_engine_that_works(mo
     assert [update.request_id for update in told] == [0, 1]
     assert all("KeyboardInterrupt" in str(update.error) for update in told)
     assert not engine.has_work
+    # Of a device that has begun again: nothing runs, and all names are there.
+    assert engine.metrics()["num_running"] == engine.metrics()["num_used_blocks"] == 0
     [output] = engine.generate([[1, 2]], [GREEDY])
     assert output.outputs[0].token_ids == expected([1, 2], GREEDY)
     drain(engine)
