@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def measure_server(
         "schema": 1,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine.describe(),
+        "versions": {name: version(name) for name in ("jax", "jaxlib")},
         "workload": asdict(workload),
         "weights": weights,
         "pairs": pairs,

@@ -269,6 +269,25 @@ def test_a_server_ends_with_its_engine_and_says_why(caplog):
     assert "the engine ended" in messages and messages[-1] == "stopped"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a priority is the whole process's")
+def test_what_computes_gives_way_to_what_sends():
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before, found = priority(), []
+
+    def load() -> None:
+        run._give_way()
+        child = threading.Thread(target=lambda: found.append(priority()))
+        child.start()
+        child.join()
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    loading.join()
+    assert found == [min(before + 5, 19)] and priority() == before
+
+
 @pytest.mark.parametrize("grace_seconds, signals", [(0.05, 1), (60.0, 2)])
 def test_what_does_not_end_in_time_is_cut_off(grace_seconds, signals):
     """When the grace period is over, or somebody insists."""
