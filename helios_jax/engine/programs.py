@@ -6,10 +6,13 @@ engine of the same shapes finds it.
 """
 
 import contextvars
+import gc
+import math
 import threading
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +29,8 @@ _STATIC = {
     "rounds": (run_rounds, ("model", "config", "variant")),
     "end": (end_step, ("config",)),
 }
+# More than what compiles at a time takes.
+_SPARE_MAPS = 8_000
 _lock = threading.Lock()
 _compiled: dict[Hashable, Future] = {}
 
@@ -103,4 +108,34 @@ def _sharding(array: Any) -> Any:
 
 
 def _compile(jitted: Any, arguments: tuple, static: dict[str, Any]) -> Any:
+    _make_room()
     return jitted.lower(*arguments, **static).compile()
+
+
+def _make_room() -> None:
+    """Frees what no engine holds where memory maps run short: XLA ends the process without one.
+
+    On a CPU each program takes a thousand of the 65,530 that Linux gives a process.
+
+    Raises:
+      MemoryError: they are held by engines.
+    """
+    for attempt in range(2):
+        used, limit = _memory_maps()
+        if used <= limit - _SPARE_MAPS:
+            return
+        if attempt == 0:
+            forget()
+            gc.collect()
+    raise MemoryError(
+        f"compiled programs hold {used:,} of the {limit:,} memory maps that a process may have; "
+        "raise the limit (sysctl vm.max_map_count), or serve fewer kinds of requests and sizes"
+    )
+
+
+def _memory_maps() -> tuple[int, float]:
+    """How many this process has, and may have."""
+    maps, limit = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+    if not (maps.exists() and limit.exists()):
+        return 0, math.inf
+    return maps.read_bytes().count(b"\n"), int(limit.read_text())

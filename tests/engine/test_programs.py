@@ -8,12 +8,12 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from helios_jax.engine import Variant, engine_step, init_state, programs
+from helios_jax.engine import EngineError, Variant, engine_step, init_state, programs
 from helios_jax.engine.arrivals import make_arrivals
 from helios_jax.engine.requests import EngineRequest, Targets, start_rows
 from helios_jax.scheduler import ACCEPTED
 from helios_jax.scheduler.urgency import deadline
-from tests.engine.conftest import GREEDY, expected, make_engine, model, prompts
+from tests.engine.conftest import GREEDY, drain, expected, make_engine, model, prompts
 
 
 def test_nothing_compiles_once_warm():
@@ -65,6 +65,20 @@ def test_no_stage_copies_the_pools(kv_cache_dtype):
         memory = traced.lower().compile().memory_analysis()
         assert memory.alias_size_in_bytes >= pool_bytes, name
         assert memory.temp_size_in_bytes < 0.06 * pool_bytes, name
+
+
+def test_memory_maps_that_run_short_end_no_process(monkeypatch):
+    """What no engine holds is freed; where that is not enough, the step fails with a remedy."""
+    used = iter([65_000, 3_000])
+    monkeypatch.setattr(programs, "_memory_maps", lambda: (next(used), 65_530))
+    monkeypatch.setattr(programs, "_compiled", {"left behind": None})
+    programs._make_room()
+    assert programs._compiled == {}
+    monkeypatch.setattr(programs, "_memory_maps", lambda: (65_000, 65_530))
+    engine = make_engine()
+    engine.submit([1, 2], GREEDY)
+    with pytest.raises(EngineError, match="65,000 of the 65,530 memory maps .*max_map_count"):
+        drain(engine)
 
 
 def test_the_whole_step_as_one_program(engine):
