@@ -37,6 +37,7 @@ STAGES, STEP = "helios_jax/engine/programs.py", "helios_jax/engine/step.py"
 CHUNK = "helios_jax/engine/chunk.py"
 DRAW, VERDICT = "helios_jax/sampling/draw.py", "helios_jax/speculative/acceptance.py"
 ENGINE, COMPILED = "tests/engine/test_engine.py", "tests/engine/test_programs.py"
+FAULTS = "tests/engine/test_faults.py"
 DRAWS = "tests/sampling/test_sampling_draw.py"
 ATTENTION = "tests/kernels/test_paged_attention.py"
 
@@ -210,7 +211,7 @@ MUTATIONS = [
         "a row that is not a number fails alone",
         CHUNK, "drawn_B1 = jnp.where(draws_B & ~is_bad_B, drawn_B, -1)[:, None]",
         "drawn_B1 = jnp.where(draws_B & ~jnp.any(is_bad_B), drawn_B, -1)[:, None]",
-        f"{ENGINE}::test_a_row_that_is_not_a_number_fails_alone",
+        f"{FAULTS}::test_a_row_that_is_not_a_number_fails_alone",
     ),
     Mutation(
         "unused KV slots may hold NaN",
