@@ -48,7 +48,8 @@ def distill(
         _option(
             "--draft-config",
             _DRAFT,
-            'A shape of its own: JSON of what differs from the target\'s, {"num_layers": 2, …}.',
+            'A shape of its own: JSON of what differs from the target\'s, {"num_layers": 2, …}; '
+            'with {"is_draft_head": true, …} a head on the target\'s hidden states.',
         ),
     ] = None,
     vocab_tokens: Annotated[
@@ -158,10 +159,6 @@ def distill(
         evaluate_every=evaluate_every, checkpoint_every=evaluate_every,
         patience=patience or None, on_policy=on_policy, seed=seed,
     )  # fmt: skip
-    sampling = SamplingPlan(
-        num_sequences=num_sequences, temperatures=tuple(temperature or (0.0, 0.5, 1.0)),
-        max_tokens=max_tokens, top_k=top_k or None, seed=seed,
-    )  # fmt: skip
     check_target(out, overwrite)
     path = hub.resolve(target)
     checkpoint = open_checkpoint(path)
@@ -172,6 +169,15 @@ def distill(
         student = read_draft(hub.resolve(init), checkpoint.tokenizer)
     if shape is not None:
         shape.check(checkpoint.config)
+    is_head = shape.is_head if shape is not None else student.config.is_draft_head  # pyright: ignore[reportOptionalMemberAccess]
+    require(
+        not (is_head and on_policy),
+        f"on_policy={on_policy}: a draft head learns from the target's samples alone; give 0",
+    )
+    sampling = SamplingPlan(
+        num_sequences=num_sequences, temperatures=tuple(temperature or (0.0, 0.5, 1.0)),
+        max_tokens=max_tokens, top_k=top_k or None, keep_hidden=is_head, seed=seed,
+    )  # fmt: skip
     work = out.absolute().parent / f".{out.name}.distilling"
     llm = load_target(path, dtype=dtype, max_model_len=max_model_len, max_num_seqs=32)
     asked = read_prompts(prompts, llm.tokenizer, llm.max_model_len - max_tokens)

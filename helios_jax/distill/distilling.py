@@ -38,7 +38,7 @@ from helios_jax.distill.sampling import SamplingPlan, sample
 from helios_jax.distill.teacher import Teacher
 from helios_jax.distill.trainer import Progress, Trained, TrainingPlan, split, sum_of, train
 from helios_jax.llm import LLM, load
-from helios_jax.model import Transformer
+from helios_jax.model import Transformer, model_of
 from helios_jax.model.params import Params
 from helios_jax.quant import Scheme, rtn
 from helios_jax.speculative import DraftVocabulary
@@ -74,6 +74,10 @@ class DraftShape:
             f"pruned={self.pruned}, config={self.config}: one of them says what the draft is",
         )
         require(self.bits in (None, 4, 8), f"bits={self.bits}: must be 4, 8 or None (bfloat16)")
+
+    @property
+    def is_head(self) -> bool:
+        return bool(dict(self.config).get("is_draft_head"))
 
     def check(self, target: ModelConfig) -> None:
         """Raises ValueError where a target of this configuration has no such draft."""
@@ -222,9 +226,9 @@ def train_student(
     text = json.dumps(described, sort_keys=True)
     own = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
     with locked(own, "training"):
-        model = Transformer(student.config)
+        model = model_of(student.config)
         on_policy = None
-        if plan.on_policy:
+        if plan.on_policy and isinstance(model, Transformer):
             require(
                 teacher is not None and sampling is not None,
                 f"on_policy={plan.on_policy}: needs the teacher and a sampling plan",
