@@ -37,8 +37,7 @@ def teacher_forced(
 
     Args:
       draft: (model or head, params); the params may be `ReducedParams`. Of a head: its first draft
-        token, from the target's state before; the first output token, which it never drafts, is
-        left out.
+        token, from the target's state before.
     """
     model, params = draft
     found = []
@@ -50,21 +49,19 @@ def teacher_forced(
         mine_BT = to_draft(params, jnp.asarray(tokens_BT))
         p_BTD = np.asarray(hidden_states(*target, tokens_BT, positions_BT))
         if isinstance(model, DraftHead):
-            before_BTD = np.roll(p_BTD, 1, axis=1)
+            before_BTD = np.pad(p_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
             q_BTD = np.asarray(_head_states(model, model_params(params), before_BTD, mine_BT))
         else:
             q_BTD = np.asarray(hidden_states(model, model_params(params), mine_BT, positions_BT))
         for row, text in enumerate(batch):
-            num_before = text.num_prompt + isinstance(model, DraftHead)
-            place = slice(num_before - 1, len(text.tokens) - 1)
+            place = slice(text.num_prompt - 1, len(text.tokens) - 1)
             temperature = jnp.float32(text.temperature)
             overlap = [
                 np.asarray(_overlap(*target, *draft, p_CD, q_CD, temperature))[:number]
                 for number, p_CD, q_CD in chunks(p_BTD[row, place], q_BTD[row, place])
             ]
-            context_N = np.arange(num_before, len(text.tokens))
-            overlap_N = np.concatenate(overlap) if overlap else np.zeros(0, np.float32)
-            found.append((order[first + row], Overlap(overlap_N, context_N)))
+            context_N = np.arange(text.num_prompt, len(text.tokens))
+            found.append((order[first + row], Overlap(np.concatenate(overlap), context_N)))
     return [overlap for _, overlap in sorted(found, key=lambda item: item[0])]
 
 

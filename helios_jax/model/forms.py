@@ -55,15 +55,20 @@ def serving_form(
     Raises:
       ValueError: a dtype that is unknown, or that this platform or checkpoint cannot serve.
     """
+    require_whole_model(config)
     form = draft_form(config, params, dtype, platform)
-    require(
-        isinstance(form.model, Transformer),
-        "this checkpoint is a draft head, which generates nothing by itself: give its target as "
-        "the model, and the head as the draft (--draft)",
-    )
     assert isinstance(form.model, Transformer)
     cache_dtype = jnp.float32 if form.dtype == "float32" else jnp.bfloat16
     return ServingForm(form.model, form.params, form.dtype, cache_dtype, _DESCRIPTIONS[form.dtype])
+
+
+def require_whole_model(config: ModelConfig) -> None:
+    """ValueError where a draft head is given as a model."""
+    require(
+        not config.is_draft_head,
+        "this checkpoint is a draft head, which generates nothing by itself: give its target as "
+        "the model, and the head as the draft (--draft)",
+    )
 
 
 class DraftForm(NamedTuple):
