@@ -97,6 +97,8 @@ def main() -> None:
     for gamma in gammas:
         config = {"model": given.draft, "num_speculative_tokens": gamma, "controller": "fixed"}
         ways[f"draft, {gamma} tokens"] = ("auto", config)
+    adaptive = {"model": given.draft, "num_speculative_tokens": max(gammas)}
+    ways[f"draft, up to {max(gammas)} tokens"] = ("auto", adaptive)
     target = open_checkpoint(hub.resolve(given.target)).config
     draft = open_checkpoint(hub.resolve(given.draft)).config
     results: dict[str, dict[str, list[float]]] = {}
@@ -115,9 +117,9 @@ def main() -> None:
         print(
             name, {c: round(float(np.median(v)), 1) for c, v in results[name].items()}, flush=True
         )
-    # The embedded target as it is stored, and a draft of 8 bits.
+    # A target of symmetric 4 bits, as `helios quantize` makes, and a draft of 8.
     formats = (
-        Formats(weight_bits=4, group_size=32, zero_bits=16),
+        Formats(weight_bits=4, group_size=64, zero_bits=0),
         Formats(weight_bits=8, group_size=64, zero_bits=0, head_bits=8),
     )
     predictions = {
