@@ -49,7 +49,8 @@ def load_speculation(
 
     Args:
       config: "method": "ngram", with "prompt_lookup_max" and "prompt_lookup_min"; or "model": as
-        for `helios_jax.load` ("method": "draft_model" may be left out). With either,
+        for `helios_jax.load` ("method": "draft_model" may be left out), or "default", the shipped
+        draft of the embedded model. With either,
         "num_speculative_tokens": draft tokens of a round at most (10 of "ngram", else 4), and
         "controller": "adaptive" (the default) drafts as many as pay, by costs measured at the
         start, "fixed" always so many.
@@ -101,11 +102,11 @@ def load_speculation(
         return speculation(proposer), SpeculationParams()
 
     from checkpoints_conv import open_checkpoint, read_params
-    from helios_jax.hub import resolve
+    from helios_jax.hub import resolve_draft
     from helios_jax.model.forms import draft_form
 
     name = str(options["model"])
-    path = resolve(name) if progress is None else resolve(name, progress)
+    path = resolve_draft(name, progress)
     draft = open_checkpoint(path)
     require_same_tokens(tokenizer, draft.tokenizer)
     manifests = [_manifest(Path(target)), _manifest(Path(path))]

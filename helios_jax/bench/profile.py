@@ -105,7 +105,7 @@ def profile(
             small = speculation.proposer.model.config
             served = model_params(extra.proposer)
             draft = (small, weights_of_params(served, job.num_rows))
-            on_disk = open_checkpoint(hub.resolve(job.speculative_config["model"]))
+            on_disk = open_checkpoint(hub.resolve_draft(job.speculative_config["model"]))
             stored_draft = (small, weights_as_stored(read_params(on_disk)))
     require(
         job.context_tokens + num_draft_tokens + 1 <= config.max_model_len,

@@ -166,7 +166,7 @@ def distill(
     # What cannot be is refused here: sampling may take hours.
     student = None
     if init is not None:
-        student = read_draft(hub.resolve(init), checkpoint.tokenizer)
+        student = read_draft(hub.resolve_draft(init), checkpoint.tokenizer)
     if shape is not None:
         shape.check(checkpoint.config)
     is_head = shape.is_head if shape is not None else student.config.is_draft_head  # pyright: ignore[reportOptionalMemberAccess]

@@ -132,7 +132,7 @@ def main() -> None:
         config = {"model": given.draft, "num_speculative_tokens": J, "controller": "fixed"}
         proposers["draft"] = load_speculation(config, path, tokenizer, given.dtype)
     if given.untrained:
-        folder = hub.resolve(given.draft)
+        folder = hub.resolve_draft(given.draft)
         vocabulary = open_checkpoint(folder).draft_vocabulary
         manifest = json.loads((folder / "manifest.json").read_text())
         began = untrained((checkpoint.config, target_params), manifest, vocabulary)

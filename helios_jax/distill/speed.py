@@ -100,7 +100,7 @@ def main() -> None:
     adaptive = {"model": given.draft, "num_speculative_tokens": max(gammas)}
     ways[f"draft, up to {max(gammas)} tokens"] = ("auto", adaptive)
     target = open_checkpoint(hub.resolve(given.target)).config
-    draft = open_checkpoint(hub.resolve(given.draft)).config
+    draft = open_checkpoint(hub.resolve_draft(given.draft)).config
     results: dict[str, dict[str, list[float]]] = {}
     tokens_per_round: dict[str, float] = {}
     for name, (dtype, config) in ways.items():
