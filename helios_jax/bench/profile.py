@@ -31,7 +31,7 @@ from helios_jax.profiler import (
     weights_of_params,
 )
 from helios_jax.sampling import SamplingParams, sample_tokens, stack_sampling
-from helios_jax.speculative import DraftModel, SpeculationParams, measure_costs
+from helios_jax.speculative import DraftModel, HiddenStateDraft, SpeculationParams, measure_costs
 from helios_jax.speculative.draft_vocabulary import model_params
 from helios_jax.speculative.passes import logits_of, private_rows, run_rows
 from helios_jax.speculative_config import load_speculation
@@ -101,7 +101,7 @@ def profile(
             job.speculative_config, path, checkpoint.tokenizer, job.dtype
         )
         num_draft_tokens = speculation.max_num_draft_tokens
-        if isinstance(speculation.proposer, DraftModel):
+        if isinstance(speculation.proposer, DraftModel | HiddenStateDraft):
             small = speculation.proposer.model.config
             served = model_params(extra.proposer)
             draft = (small, weights_of_params(served, job.num_rows))

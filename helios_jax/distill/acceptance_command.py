@@ -53,10 +53,8 @@ def draft_of(
     speculation: Speculation, extra: SpeculationParams
 ) -> tuple[Transformer | DraftHead, Any] | None:
     """(model or head, params) of what drafts with one; None for another proposer."""
-    if isinstance(speculation.proposer, DraftModel):
+    if isinstance(speculation.proposer, DraftModel | HiddenStateDraft):
         return speculation.proposer.model, extra.proposer
-    if isinstance(speculation.proposer, HiddenStateDraft):
-        return speculation.proposer.head, extra.proposer
     return None
 
 

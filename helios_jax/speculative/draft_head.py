@@ -25,14 +25,14 @@ class HiddenStateDraft(Proposer):
     `params` are the head's, `ReducedParams` where it has a `DraftVocabulary`.
 
     Attributes:
-      head: its hidden_size is the target's.
+      model: the head; its hidden_size is the target's.
       greedy: draft the most probable token even where the row samples; q is then one-hot.
       min_confidence: see `draw_drafts`; 0 for none.
       num_target_tokens: tokens of the target that it reads, where it has a `DraftVocabulary`; None
         where its ids are the target's.
     """
 
-    head: DraftHead
+    model: DraftHead
     greedy: bool = False
     min_confidence: float = 0.0
     num_target_tokens: int | None = None
@@ -44,7 +44,7 @@ class HiddenStateDraft(Proposer):
         )
 
     def check(self, model: Transformer) -> None:
-        mine, theirs = self.head.config, model.config
+        mine, theirs = self.model.config, model.config
         for name, own in (
             ("hidden_size", mine.hidden_size),
             ("vocab_size", self.num_target_tokens or mine.vocab_size),
@@ -65,7 +65,7 @@ class HiddenStateDraft(Proposer):
         )
 
         def run(state_BD: Array, tokens_B: Array) -> tuple[Array, Array]:
-            result: Any = self.head.apply(
+            result: Any = self.model.apply(
                 model_params(params), state_BD, to_draft(params, tokens_B)
             )
             state_BD, logits_BU = result
@@ -75,7 +75,7 @@ class HiddenStateDraft(Proposer):
         draft, _ = draw_drafts(
             lambda state_BD: run(state_BD, last_B1[:, 0]),
             lambda state_BD, tokens_B, place, active_B: run(state_BD, tokens_B),
-            rows.hidden_BD.astype(self.head.dtype), rows.sampling, rows.history,
+            rows.hidden_BD.astype(self.model.dtype), rows.sampling, rows.history,
             rows.num_output_B, num_draft_B, max_num_draft_tokens=max_num_draft_tokens,
             vocab_size=rows.vocab_size, greedy=self.greedy, min_confidence=self.min_confidence,
         )  # fmt: skip
