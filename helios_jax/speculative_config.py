@@ -1,4 +1,4 @@
-"""Which proposer do options by vLLM's names mean? Loads a draft model and checks that it fits."""
+"""Which proposer do options by vLLM's names mean? Loads a draft and checks that it fits."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -23,6 +23,7 @@ from helios_jax.profiler import (
     GPUS,
     Formats,
     Weights,
+    attention_flops,
     decode_bytes,
     kv_bytes_per_token,
     num_matmul_weights,
@@ -240,9 +241,8 @@ def gpu_kv_bits(kv_cache_dtype: str) -> int:
 
 def _flops(config: ModelConfig, num_tokens: int, job: ProfileJob) -> float:
     """Of the passes of so many tokens, each after the job's context."""
-    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim
     weights = 2.0 * sum(num_matmul_weights(config))
-    return num_tokens * (weights + attention * (job.context_tokens + 1))
+    return num_tokens * (weights + attention_flops(config) * (job.context_tokens + 1))
 
 
 def _held_bytes(config: ModelConfig, weights: Weights, job: ProfileJob, kv_bits: int) -> float:

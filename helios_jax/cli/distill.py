@@ -136,6 +136,8 @@ def distill(
         train_student,
         write_draft,
     )
+    from helios_jax.model import model_of
+    from helios_jax.speculative_config import draft_proposer
 
     options.check_plot(plot)
     require(bits in (4, 8, 16), f"bits={bits}: must be 8, 4 or 16 (bfloat16)")
@@ -169,6 +171,9 @@ def distill(
         student = read_draft(hub.resolve_draft(init), checkpoint.tokenizer)
     if shape is not None:
         shape.check(checkpoint.config)
+    if student is not None and student.config.is_draft_head:
+        head = draft_proposer(model_of(student.config), student.vocabulary)
+        head.check(model_of(checkpoint.config))
     is_head = shape.is_head if shape is not None else student.config.is_draft_head  # pyright: ignore[reportOptionalMemberAccess]
     require(
         not (is_head and on_policy),
@@ -209,7 +214,7 @@ def distill(
         "num_sampled_tokens": sum(len(s.tokens) - s.num_prompt for s in sequences),
         "prompts": {"files": [file.name for file in prompts], "number": len(asked)},
         "training": plan.to_dict(), "best_step": trained.step,
-        # An upper bound, at temperature 1, see `Trained`.
+        # At temperature 1, see `Trained`.
         "held_out_acceptance": trained.acceptance, "circumstances": circumstances(),
     }  # fmt: skip
     write_draft(student, trained.params, llm.tokenizer, out, source, None if bits == 16 else bits,
@@ -220,7 +225,7 @@ def distill(
         lines = trained.metrics.read_text(encoding="utf-8").splitlines()
         plots.save(plots.training_picture([json.loads(line) for line in lines]), plot)
     ended = "no progress" if trained.stopped_early else "all steps"
-    _say(f"{ended}; best at step {trained.step}: acceptance at most {trained.acceptance:.4f}")
+    _say(f"{ended}; best at step {trained.step}: held-out acceptance {trained.acceptance:.4f}")
     print(out)
 
 

@@ -132,8 +132,8 @@ def initialise(
 ) -> Params:
     """Random parameters of `config`, but those of the target's where path and shape agree.
 
-    Of a draft head only the embedding: its norms see other states. Its logits begin as large as the
-    target's.
+    Of a draft head the embedding and the output head: its norms see other states. Its logits begin
+    as large as the target's.
     """
     fresh = init_params(config, key)
     tree = dense(target)
@@ -145,7 +145,10 @@ def initialise(
     if config.is_draft_head:
         scale_D = tree["params"]["final_norm"]["scale"]
         even_D = np.full_like(scale_D, np.sqrt(np.mean(scale_D**2)))
-        tree["params"] = {"embed": tree["params"]["embed"], "final_norm": {"scale": even_D}}
+        tables = {
+            name: tree["params"][name] for name in ("embed", "lm_head") if name in tree["params"]
+        }
+        tree["params"] = tables | {"final_norm": {"scale": even_D}}
     theirs = {jax.tree_util.keystr(path): leaf for path, leaf in _leaves(tree)}
 
     def choose(path, leaf):

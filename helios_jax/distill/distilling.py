@@ -1,7 +1,8 @@
 """How does a target, prompts and a shape become a draft? The whole way, in one folder.
 
     OUT/                            the draft: a native checkpoint, once it is done
-    .OUT.distilling/samples/        what the target says; for every draft that is made of it
+    .OUT.distilling/samples/        what the target says, for every model, or every head, that
+                                    is made of it
     .OUT.distilling/training/HASH/  one training: of one student, plan and data
 
 Interrupted work goes on where it was when the same call is made again.

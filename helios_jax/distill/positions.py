@@ -76,7 +76,8 @@ class PositionBatches:
             None if parts[0] is None else np.concatenate(parts)
             for parts in zip(*labels, strict=True)
         ]
-        self._labels = store.Labels(*joined)
+        self._targets = store.Labels(*joined)._replace(hidden_ND=None)
+        self._hidden_MD: np.ndarray = joined[-1]
         self._tokens_M = np.concatenate([s.tokens[s.num_prompt :] for s in sequences])
         lengths = np.array([len(label.tail_N) for label in labels])
         # At each sampled token: where its sequence ends.
@@ -113,13 +114,12 @@ class PositionBatches:
         counts_NJ = place_NJ < self._end_M[index_N][:, None]
         counts_NJ[len(chosen) :] = False
         place_NJ = np.minimum(place_NJ, len(self._tokens_M) - 1)
-        labels, place_M = self._labels, place_NJ.reshape(-1)
+        place_M = place_NJ.reshape(-1)
         tokens_NJ, *targets = in_students_ids(
-            self._vocabulary, self._tokens_M[place_NJ - 1], labels[place_M],
+            self._vocabulary, self._tokens_M[place_NJ - 1], self._targets[place_M],
             self._tokens_M[place_M],
         )  # fmt: skip
-        assert labels.hidden_ND is not None
         of_batch: Any = (
-            labels.hidden_ND[index_N], tokens_NJ, Targets(*targets), counts_NJ.astype(np.float32),
+            self._hidden_MD[index_N], tokens_NJ, Targets(*targets), counts_NJ.astype(np.float32),
         )  # fmt: skip
         return PositionBatch(*of_batch)

@@ -66,8 +66,9 @@ class SamplingPlan:
         return -(-self.num_sequences // self.sequences_per_shard)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return dataclasses.asdict(self) | {"temperatures": list(self.temperatures)}
+        """JSON-ready; without `keep_hidden` where it is False: older plans have none."""
+        fields = dataclasses.asdict(self) | {"temperatures": list(self.temperatures)}
+        return {name: value for name, value in fields.items() if name != "keep_hidden" or value}
 
     def params(self, index: int, num_prompts: int) -> SamplingParams:
         """Of sequence `index`."""

@@ -3,11 +3,11 @@
     python -m helios_jax.distill.shapes --shape 0 6144 1536 --head 1 6144 1024 --json out.json
 
 A shape is layers, tokens, MLP channels of a pruned target; a head is a number of layers, tokens,
-MLP channels. Weights do not matter for the cost, so none is trained. Costs are measured for one row
-(`measure_costs`: passes of the target in its fastest form, and a draft step). By them, and by the
-byte model for a GPU, the table says which acceptance per token a (the same at every place) pays at
-all, and the speed-up at a = 0.4, 0.5 and 0.6 with the number of draft tokens that is then best
-(arXiv 2211.17192, equation 1).
+MLP channels. Weights do not matter for the cost, so none is trained, and drafts are taken to be
+stored in 4 bits. Costs are measured for one row (`measure_costs`: passes of the target in its
+fastest form, and a draft step). By them, and by the byte model for a GPU, the table says which
+acceptance per token a (the same at every place) pays at all, and the speed-up at a = 0.4, 0.5 and
+0.6 with the number of draft tokens that is then best (arXiv 2211.17192, equation 1).
 """
 
 import argparse
@@ -22,7 +22,7 @@ import numpy as np
 
 from helios_jax.config import ModelConfig
 from helios_jax.distill.speed import predicted_speed_up
-from helios_jax.profiler import GPUS, Formats
+from helios_jax.profiler import GPUS, Formats, formats_as_stored
 from helios_jax.speculative.controller import expected_tokens
 
 _ACCEPTANCES = (0.4, 0.5, 0.6)
@@ -127,7 +127,7 @@ def main() -> None:
         # The target's passes are the same for all: the first measurement counts.
         verify = np.asarray(costs.verify_seconds_T) if verify is None else verify
         name = f"{'head ' * is_head}{layers}; {tokens}; {channels}"
-        rows.append(_row(name, checkpoint.config, config,
+        rows.append(_row(name, checkpoint.config, formats_as_stored(params), config,
                          num_params(pruned), float(costs.draft_seconds), verify))  # fmt: skip
         print(rows[-1], flush=True)
     assert verify is not None
@@ -155,14 +155,14 @@ def main() -> None:
 
 
 def _row(
-    name: str, target: ModelConfig, draft: ModelConfig, number: int, draft_seconds: float,
-    verify: np.ndarray,
+    name: str, target: ModelConfig, target_formats: Formats, draft: ModelConfig, number: int,
+    draft_seconds: float, verify: np.ndarray,
 ) -> dict[str, Any]:  # fmt: skip
     def predict(num_draft_tokens: int, tokens_per_round: float) -> float:
         return predicted_speed_up(
             target, draft, GPUS["h100"].hardware, num_draft_tokens=num_draft_tokens,
             tokens_per_round=tokens_per_round, context=256,
-            target_formats=Formats(weight_bits=4, group_size=64, zero_bits=0),
+            target_formats=target_formats,
             draft_formats=Formats(weight_bits=4, group_size=64, zero_bits=0, head_bits=4),
         )  # fmt: skip
 

@@ -127,7 +127,8 @@ class Trained(NamedTuple):
     params: the student's, of the best evaluation, float32.
     step: when that was.
     acceptance: teacher-forced, on the held-out sequences, at temperature 1 and of the teacher's top
-      K tokens and one event for all others (see `losses`): an upper bound of the true one.
+      K tokens and one event for all others (see `losses`): an upper bound of the true one. Of a
+      head the mean over the places of its draft, of which the first has the most.
     stopped_early: whether `patience` ended the training.
     metrics: the file of what was logged.
     """

@@ -72,7 +72,7 @@ def resolve_draft(draft: str | os.PathLike, progress: Progress | None = None) ->
     It was distilled for the embedded model, see `helios_jax/distill/results/README.md`.
     """
     if os.fspath(draft) == "default":
-        return Path(__file__).parent / "default_draft"
+        return resolve(Path(__file__).parent / "default_draft")
     return resolve(draft, progress)
 
 

@@ -82,7 +82,7 @@ class DraftForm(NamedTuple):
 def draft_form(
     config: ModelConfig, params: Params, dtype: str = "auto", platform: str | None = None
 ) -> DraftForm:
-    """`serving_form` of what drafts: a model, or a head."""
+    """`serving_form` of what drafts, a model or a head; arguments and errors are the same."""
     require(dtype in DTYPES, f"dtype={dtype!r}: must be one of {DTYPES}")
     platform = platform or jax.default_backend()
     is_cpu = platform == "cpu"

@@ -134,6 +134,13 @@ def kv_bytes_per_token(config: ModelConfig, kv_bits: int) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_bits // 8
 
 
+def attention_flops(config: ModelConfig) -> float:
+    """Of one query position and one key position in all layers; a draft head has none."""
+    if config.is_draft_head:
+        return 0.0
+    return 4.0 * config.num_layers * config.num_heads * config.head_dim
+
+
 def step_bytes(
     config: ModelConfig, formats: Formats, *, num_tokens: Any, num_sampled: Any, kv_tokens: Any
 ) -> StepBytes:
@@ -176,7 +183,6 @@ def step_seconds(
         config, formats, num_tokens=num_tokens, num_sampled=num_sampled, kv_tokens=kv_tokens
     ).total
     linears, head = num_matmul_weights(config)
-    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim
-    attention = 0.0 if config.is_draft_head else attention
-    flops = 2.0 * linears * num_tokens + 2.0 * head * num_sampled + attention * attended_tokens
+    flops = 2.0 * linears * num_tokens + 2.0 * head * num_sampled
+    flops += attention_flops(config) * attended_tokens
     return jnp.maximum(moved / hardware.bytes_per_second, flops / hardware.flops_per_second)

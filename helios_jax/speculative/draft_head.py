@@ -26,22 +26,12 @@ class HiddenStateDraft(Proposer):
 
     Attributes:
       model: the head; its hidden_size is the target's.
-      greedy: draft the most probable token even where the row samples; q is then one-hot.
-      min_confidence: see `draw_drafts`; 0 for none.
       num_target_tokens: tokens of the target that it reads, where it has a `DraftVocabulary`; None
         where its ids are the target's.
     """
 
     model: DraftHead
-    greedy: bool = False
-    min_confidence: float = 0.0
     num_target_tokens: int | None = None
-
-    def __post_init__(self):
-        require(
-            0 <= self.min_confidence <= 1,
-            f"min_confidence={self.min_confidence}: must be in [0, 1]; use 0 for none",
-        )
 
     def check(self, model: Transformer) -> None:
         mine, theirs = self.model.config, model.config
@@ -77,6 +67,6 @@ class HiddenStateDraft(Proposer):
             lambda state_BD, tokens_B, place, active_B: run(state_BD, tokens_B),
             rows.hidden_BD.astype(self.model.dtype), rows.sampling, rows.history,
             rows.num_output_B, num_draft_B, max_num_draft_tokens=max_num_draft_tokens,
-            vocab_size=rows.vocab_size, greedy=self.greedy, min_confidence=self.min_confidence,
+            vocab_size=rows.vocab_size,
         )  # fmt: skip
         return draft, state

@@ -11,6 +11,8 @@ import pytest
 
 from checkpoints_conv import open_checkpoint, read_params, write_checkpoint
 from helios_jax import load
+from helios_jax.calibrate.quantizing import quantize
+from helios_jax.calibrate.recipe import Recipe
 from helios_jax.distill import (
     DraftShape,
     Labels,
@@ -26,6 +28,7 @@ from helios_jax.distill import (
 )
 from helios_jax.distill.acceptance import Prompt, run_prompts
 from helios_jax.distill.acceptance_command import draft_of, untrained
+from helios_jax.distill.architectures import initialise
 from helios_jax.distill.overlap import teacher_forced
 from helios_jax.distill.positions import PositionBatches
 from helios_jax.model import DraftHead, Transformer, fuse_params, init_params
@@ -211,8 +214,27 @@ def test_a_head_is_read_back_and_is_no_model(trained, written, target, tmp_path)
         assert np.abs(a - b).max() <= 0.01 * np.abs(b).max()
     with pytest.raises(ValueError, match="draft head, which generates nothing by itself.*--draft"):
         load(written)
-    with pytest.raises(ValueError, match="cannot hold"):
-        write_checkpoint(open_checkpoint(written), tmp_path / "other", format="huggingface")
+    # One of the target's whole vocabulary too.
+    params = jax.tree.map(np.asarray, init_params(HEAD_CONFIG, jax.random.key(0)))
+    write_draft(
+        Student(HEAD_CONFIG, params, None), params, tiny.tokenizer(), tmp_path / "a", {}, None
+    )
+    for head in (written, tmp_path / "a"):
+        with pytest.raises(ValueError, match="cannot hold"):
+            write_checkpoint(open_checkpoint(head), tmp_path / "other", format="huggingface")
+        with pytest.raises(ValueError, match="draft head, which generates nothing"):
+            quantize(open_checkpoint(head), Recipe(method="rtn"), None, tmp_path / "work")
+
+
+def test_a_head_of_an_untied_target_begins_with_its_output_head():
+    untied = changed(CONFIG, tie_word_embeddings=False)
+    params = target_params(untied)
+    config = changed(untied, is_draft_head=True)
+    began = initialise(config, jax.random.key(0), params)["params"]
+    for path in (("embed", "embedding"), ("lm_head", "kernel")):
+        np.testing.assert_array_equal(began[path[0]][path[1]], params["params"][path[0]][path[1]])
+    scale = params["params"]["final_norm"]["scale"]
+    np.testing.assert_allclose(began["final_norm"]["scale"], np.sqrt(np.mean(scale**2)), rtol=1e-6)
 
 
 def test_a_head_of_another_target_is_refused():
