@@ -88,10 +88,11 @@ def write_checkpoint(
 ) -> None:
     """`convert` for a checkpoint that is open already, or was made: see there."""
     _check_options(format, quant_type, dtype)
-    if checkpoint.draft_vocabulary is not None and format != "native":
+    is_draft = checkpoint.draft_vocabulary is not None or checkpoint.config.is_draft_head
+    if is_draft and format != "native":
         raise ValueError(
-            f"{checkpoint.path}: is a draft with a vocabulary of its own, which format={format!r} "
-            "cannot hold; leave it in the native format"
+            f"{checkpoint.path}: is a draft head, or a draft with a vocabulary of its own, which "
+            f"format={format!r} cannot hold; leave it in the native format"
         )
     target = _absolute(target)
     _check_target(target, overwrite, format)

@@ -11,6 +11,10 @@ The tree (the Linen variables' "params"; F stands for intermediate_size, H for h
     final_norm/scale                        [D]
     lm_head/kernel                          [D, V], absent when tie_word_embeddings
 
+A draft head (`is_draft_head`) has no attention, `gate` and `up` of 2 * D inputs, and
+
+    token_norm/scale                        [D]
+
 A kernel or the embedding may be a QuantTensor, whose axes are always (out, in): for the embedding
 that is (V, D). RoPE is the rotate-half convention. Dense leaves keep the dtype of their source.
 """
@@ -66,9 +70,7 @@ def expected_leaves(config: ModelConfig) -> dict[Path, LeafSpec]:
         if bias:
             vector((*path, "bias"), num_out)
 
-    leaves["embed", "embedding"] = LeafSpec((config.vocab_size, hidden), "embedding")
-    for i in range(config.num_layers):
-        layer = f"layers_{i}"
+    def attention(layer: str) -> None:
         vector((layer, "attention_norm", "scale"), hidden)
         linear((layer, "attention", "q"), q_size, hidden, config.qkv_bias)
         linear((layer, "attention", "k"), kv_size, hidden, config.qkv_bias)
@@ -77,10 +79,19 @@ def expected_leaves(config: ModelConfig) -> dict[Path, LeafSpec]:
         if config.qk_norm:
             vector((layer, "attention", "q_norm", "scale"), config.head_dim)
             vector((layer, "attention", "k_norm", "scale"), config.head_dim)
+
+    leaves["embed", "embedding"] = LeafSpec((config.vocab_size, hidden), "embedding")
+    num_inputs = 2 * hidden if config.is_draft_head else hidden
+    for i in range(config.num_layers):
+        layer = f"layers_{i}"
+        if not config.is_draft_head:
+            attention(layer)
         vector((layer, "ffn_norm", "scale"), hidden)
-        linear((layer, "ffn", "gate"), ffn, hidden, config.mlp_bias)
-        linear((layer, "ffn", "up"), ffn, hidden, config.mlp_bias)
+        linear((layer, "ffn", "gate"), ffn, num_inputs, config.mlp_bias)
+        linear((layer, "ffn", "up"), ffn, num_inputs, config.mlp_bias)
         linear((layer, "ffn", "down"), hidden, ffn, config.mlp_bias)
+    if config.is_draft_head:
+        vector(("token_norm", "scale"), hidden)
     vector(("final_norm", "scale"), hidden)
     if not config.tie_word_embeddings:
         linear(("lm_head",), config.vocab_size, hidden, False)

@@ -143,6 +143,8 @@ class ModelConfig:
       rope: rotary position embedding.
       bos_token_id: None where the model has none.
       eos_token_ids: the union of config.json's and generation_config.json's.
+      is_draft_head: not a transformer but a `DraftHead`: its layers are MLPs on the hidden states
+        of a target of the same hidden_size, and what is said about attention is left unused.
     """
 
     architecture: str
@@ -165,6 +167,7 @@ class ModelConfig:
     rope: RopeConfig = RopeConfig()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    is_draft_head: bool = False
 
     def __post_init__(self):
         require(
@@ -181,8 +184,9 @@ class ModelConfig:
         )  # fmt: skip
         _require_positive(self, "rms_norm_eps")
         _require_flags(
-            self, "tie_word_embeddings", "qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm"
-        )
+            self, "tie_word_embeddings", "qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm",
+            "is_draft_head",
+        )  # fmt: skip
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}",

@@ -14,7 +14,7 @@ from helios_jax.config import ModelConfig, require
 from helios_jax.engine import Engine, EngineConfig
 from helios_jax.engine.requests import Prompt
 from helios_jax.model import Transformer
-from helios_jax.model.forms import ServingForm, serving_form
+from helios_jax.model.forms import ServingForm, require_whole_model, serving_form
 from helios_jax.outputs import RequestOutput, StreamOutput
 from helios_jax.sampling import SamplingParams
 from helios_jax.scheduler import Urgency
@@ -101,6 +101,7 @@ def load_checkpoint(
     """
     from checkpoints_conv import read_params
 
+    require_whole_model(checkpoint.config)
     use_compilation_cache()
     # A tokenizer may know of an end-of-sequence token that the configurations leave out.
     eos = dict.fromkeys((*checkpoint.config.eos_token_ids, *checkpoint.tokenizer.eos_token_ids))

@@ -1,4 +1,4 @@
-"""Which proposer do options by vLLM's names mean? Loads a draft model and checks that it fits."""
+"""Which proposer do options by vLLM's names mean? Loads a draft and checks that it fits."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from helios_jax.config import require
+from helios_jax.model import DraftHead, Transformer
 from helios_jax.speculative import (
     AdaptiveLength,
     DraftModel,
+    DraftVocabulary,
     FixedLength,
+    HiddenStateDraft,
     PromptLookup,
     Proposer,
     ReducedParams,
@@ -46,7 +49,8 @@ def load_speculation(
 
     Args:
       config: "method": "ngram", with "prompt_lookup_max" and "prompt_lookup_min"; or "model": as
-        for `helios_jax.load` ("method": "draft_model" may be left out). With either,
+        for `helios_jax.load` ("method": "draft_model" may be left out), or "default", the shipped
+        draft of the embedded model. With either,
         "num_speculative_tokens": draft tokens of a round at most (10 of "ngram", else 4), and
         "controller": "adaptive" (the default) drafts as many as pay, by costs measured at the
         start, "fixed" always so many.
@@ -98,25 +102,33 @@ def load_speculation(
         return speculation(proposer), SpeculationParams()
 
     from checkpoints_conv import open_checkpoint, read_params
-    from helios_jax.hub import resolve
-    from helios_jax.model.forms import serving_form
+    from helios_jax.hub import resolve_draft
+    from helios_jax.model.forms import draft_form
 
     name = str(options["model"])
-    path = resolve(name) if progress is None else resolve(name, progress)
+    path = resolve_draft(name, progress)
     draft = open_checkpoint(path)
     require_same_tokens(tokenizer, draft.tokenizer)
     manifests = [_manifest(Path(target)), _manifest(Path(path))]
     if None not in manifests:
         warn_of_other_target(*manifests)  # pyright: ignore[reportArgumentType]
-    form = serving_form(
+    form = draft_form(
         draft.config, read_params(draft), dtype if dtype in ("float32", "bfloat16") else "auto"
     )
-    # Prompts enter the draft's cache so many tokens at a time.
-    vocabulary = draft.draft_vocabulary
+    return speculation(draft_proposer(form.model, draft.draft_vocabulary)), SpeculationParams(
+        form.params
+        if draft.draft_vocabulary is None
+        else ReducedParams.of(form.params, draft.draft_vocabulary)
+    )
+
+
+def draft_proposer(model: Transformer | DraftHead, vocabulary: DraftVocabulary | None) -> Proposer:
+    """What drafts with a model or head; its vocabulary: None where it has all of the target's."""
     num_target_tokens = None if vocabulary is None else len(vocabulary.nearest_V)
-    proposer = DraftModel(form.model, catch_up_tokens=64, num_target_tokens=num_target_tokens)
-    params = form.params if vocabulary is None else ReducedParams.of(form.params, vocabulary)
-    return speculation(proposer), SpeculationParams(params)
+    if isinstance(model, DraftHead):
+        return HiddenStateDraft(model, num_target_tokens=num_target_tokens)
+    # Prompts enter the draft's cache so many tokens at a time.
+    return DraftModel(model, catch_up_tokens=64, num_target_tokens=num_target_tokens)
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:

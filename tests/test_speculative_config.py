@@ -57,6 +57,11 @@ def test_a_draft_model(target, tmp_path):
     assert isinstance(llm.engine.step_config.speculation.proposer, DraftModel)
 
 
+def test_the_shipped_draft_is_refused_by_other_models(target):
+    with pytest.raises(ValueError, match="its tokenizer is not the target's"):
+        load({"model": "default"}, target)
+
+
 def test_a_draft_of_other_tokens_or_for_another_target(target, tmp_path):
     config = tiny_config(vocab_size=40, bos_token_id=38, eos_token_ids=(39,))
     other = write_huggingface(tmp_path / "other", config, random_weights(config))

@@ -23,6 +23,7 @@ from helios_jax.profiler import (
     GPUS,
     Formats,
     Weights,
+    attention_flops,
     decode_bytes,
     kv_bytes_per_token,
     num_matmul_weights,
@@ -31,7 +32,7 @@ from helios_jax.profiler import (
     weights_of_params,
 )
 from helios_jax.sampling import SamplingParams, sample_tokens, stack_sampling
-from helios_jax.speculative import DraftModel, SpeculationParams, measure_costs
+from helios_jax.speculative import DraftModel, HiddenStateDraft, SpeculationParams, measure_costs
 from helios_jax.speculative.draft_vocabulary import model_params
 from helios_jax.speculative.passes import logits_of, private_rows, run_rows
 from helios_jax.speculative_config import load_speculation
@@ -101,11 +102,11 @@ def profile(
             job.speculative_config, path, checkpoint.tokenizer, job.dtype
         )
         num_draft_tokens = speculation.max_num_draft_tokens
-        if isinstance(speculation.proposer, DraftModel):
+        if isinstance(speculation.proposer, DraftModel | HiddenStateDraft):
             small = speculation.proposer.model.config
             served = model_params(extra.proposer)
             draft = (small, weights_of_params(served, job.num_rows))
-            on_disk = open_checkpoint(hub.resolve(job.speculative_config["model"]))
+            on_disk = open_checkpoint(hub.resolve_draft(job.speculative_config["model"]))
             stored_draft = (small, weights_as_stored(read_params(on_disk)))
     require(
         job.context_tokens + num_draft_tokens + 1 <= config.max_model_len,
@@ -240,9 +241,8 @@ def gpu_kv_bits(kv_cache_dtype: str) -> int:
 
 def _flops(config: ModelConfig, num_tokens: int, job: ProfileJob) -> float:
     """Of the passes of so many tokens, each after the job's context."""
-    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim
     weights = 2.0 * sum(num_matmul_weights(config))
-    return num_tokens * (weights + attention * (job.context_tokens + 1))
+    return num_tokens * (weights + attention_flops(config) * (job.context_tokens + 1))
 
 
 def _held_bytes(config: ModelConfig, weights: Weights, job: ProfileJob, kv_bits: int) -> float:

@@ -20,6 +20,7 @@ from helios_jax.calibrate.layerwise import STAGES, advance, quantize_layer
 from helios_jax.calibrate.recipe import Recipe
 from helios_jax.calibrate.workspace import Tree, Workspace, flatten, workspace
 from helios_jax.config import ModelConfig, require
+from helios_jax.model.forms import require_whole_model
 from helios_jax.quant import QuantTensor, embedding_lookup, rtn
 
 # Tokens that go through a layer together: enough for fast products, and so few that their arrays
@@ -63,6 +64,7 @@ def quantize(
       ValueError: the recipe does not fit the model, or the calibration is missing.
     """
     config = checkpoint.config
+    require_whole_model(config)
     require(
         recipe.method == "rtn" or calibration is not None,
         f"method={recipe.method!r}: needs calibration text (--calibration)",

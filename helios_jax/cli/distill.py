@@ -48,7 +48,8 @@ def distill(
         _option(
             "--draft-config",
             _DRAFT,
-            'A shape of its own: JSON of what differs from the target\'s, {"num_layers": 2, …}.',
+            'A shape of its own: JSON of what differs from the target\'s, {"num_layers": 2, …}; '
+            'with {"is_draft_head": true, …} a head on the target\'s hidden states.',
         ),
     ] = None,
     vocab_tokens: Annotated[
@@ -135,6 +136,8 @@ def distill(
         train_student,
         write_draft,
     )
+    from helios_jax.model import model_of
+    from helios_jax.speculative_config import draft_proposer
 
     options.check_plot(plot)
     require(bits in (4, 8, 16), f"bits={bits}: must be 8, 4 or 16 (bfloat16)")
@@ -158,10 +161,6 @@ def distill(
         evaluate_every=evaluate_every, checkpoint_every=evaluate_every,
         patience=patience or None, on_policy=on_policy, seed=seed,
     )  # fmt: skip
-    sampling = SamplingPlan(
-        num_sequences=num_sequences, temperatures=tuple(temperature or (0.0, 0.5, 1.0)),
-        max_tokens=max_tokens, top_k=top_k or None, seed=seed,
-    )  # fmt: skip
     check_target(out, overwrite)
     path = hub.resolve(target)
     checkpoint = open_checkpoint(path)
@@ -169,9 +168,21 @@ def distill(
     # What cannot be is refused here: sampling may take hours.
     student = None
     if init is not None:
-        student = read_draft(hub.resolve(init), checkpoint.tokenizer)
+        student = read_draft(hub.resolve_draft(init), checkpoint.tokenizer)
     if shape is not None:
         shape.check(checkpoint.config)
+    if student is not None and student.config.is_draft_head:
+        head = draft_proposer(model_of(student.config), student.vocabulary)
+        head.check(model_of(checkpoint.config))
+    is_head = shape.is_head if shape is not None else student.config.is_draft_head  # pyright: ignore[reportOptionalMemberAccess]
+    require(
+        not (is_head and on_policy),
+        f"on_policy={on_policy}: a draft head learns from the target's samples alone; give 0",
+    )
+    sampling = SamplingPlan(
+        num_sequences=num_sequences, temperatures=tuple(temperature or (0.0, 0.5, 1.0)),
+        max_tokens=max_tokens, top_k=top_k or None, keep_hidden=is_head, seed=seed,
+    )  # fmt: skip
     work = out.absolute().parent / f".{out.name}.distilling"
     llm = load_target(path, dtype=dtype, max_model_len=max_model_len, max_num_seqs=32)
     asked = read_prompts(prompts, llm.tokenizer, llm.max_model_len - max_tokens)
@@ -203,7 +214,7 @@ def distill(
         "num_sampled_tokens": sum(len(s.tokens) - s.num_prompt for s in sequences),
         "prompts": {"files": [file.name for file in prompts], "number": len(asked)},
         "training": plan.to_dict(), "best_step": trained.step,
-        # An upper bound, at temperature 1, see `Trained`.
+        # At temperature 1, see `Trained`.
         "held_out_acceptance": trained.acceptance, "circumstances": circumstances(),
     }  # fmt: skip
     write_draft(student, trained.params, llm.tokenizer, out, source, None if bits == 16 else bits,
@@ -214,7 +225,7 @@ def distill(
         lines = trained.metrics.read_text(encoding="utf-8").splitlines()
         plots.save(plots.training_picture([json.loads(line) for line in lines]), plot)
     ended = "no progress" if trained.stopped_early else "all steps"
-    _say(f"{ended}; best at step {trained.step}: acceptance at most {trained.acceptance:.4f}")
+    _say(f"{ended}; best at step {trained.step}: held-out acceptance {trained.acceptance:.4f}")
     print(out)
 
 

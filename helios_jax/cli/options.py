@@ -75,8 +75,11 @@ PromptLookup = Annotated[
 ]  # fmt: skip
 DraftModel = Annotated[
     str | None,
-    _option("--draft", LOADING, "Speculate: a smaller model of the same tokens drafts, 4 a round."),
-]
+    _option(
+        "--draft", LOADING,
+        "Speculate: this draft model or head drafts, up to 4 a round; default: the shipped one.",
+    ),
+]  # fmt: skip
 SpeculativeConfig = Annotated[
     str | None,
     _option(

@@ -13,14 +13,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from helios_jax.config import require
 from helios_jax.distill.acceptance import Prompt, read_prompts, run_prompts
 from helios_jax.distill.acceptance_report import Row, summarise, to_markdown
 from helios_jax.distill.overlap import teacher_forced
-from helios_jax.model import Transformer
-from helios_jax.speculative import ReducedParams, Speculation, SpeculationParams
+from helios_jax.model import DraftHead, Transformer
+from helios_jax.speculative import (
+    DraftModel,
+    HiddenStateDraft,
+    ReducedParams,
+    Speculation,
+    SpeculationParams,
+)
 
 
 def measure(
@@ -42,29 +49,37 @@ def measure(
     return summarise(name, counts, overlaps)
 
 
-def draft_of(speculation: Speculation, extra: SpeculationParams) -> tuple[Transformer, Any] | None:
-    """(model, params) of a `DraftModel`; None for another proposer."""
-    model = getattr(speculation.proposer, "model", None)
-    return None if model is None else (model, extra.proposer)
+def draft_of(
+    speculation: Speculation, extra: SpeculationParams
+) -> tuple[Transformer | DraftHead, Any] | None:
+    """(model or head, params) of what drafts with one; None for another proposer."""
+    if isinstance(speculation.proposer, DraftModel | HiddenStateDraft):
+        return speculation.proposer.model, extra.proposer
+    return None
 
 
 def untrained(
     target: tuple[Any, Any], manifest: Mapping[str, Any], vocabulary: Any
 ) -> tuple[Any, Any]:
-    """(config, params) that a pruned draft began its training with.
+    """(config, params) that a draft began its training with.
 
     Args:
       target: (config, params) of the target's checkpoint.
       manifest: the draft's.
     """
-    from helios_jax.distill.architectures import PrunedShape, prune
+    from helios_jax.distill.architectures import PrunedShape, draft_config, initialise, prune
 
-    pruned = ((manifest["source"].get("shape") or {}).get("pruned")) or None
+    source = manifest["source"]
+    shape = source.get("shape") or {}
+    pruned = shape.get("pruned")
     require(
-        pruned is not None,
-        "untrained: the draft's manifest names no pruned shape; leave --untrained away",
+        bool(pruned or shape.get("config")),
+        "untrained: the draft's manifest names no shape that it began with; leave --untrained away",
     )
-    assert pruned is not None
+    if not pruned:
+        config = draft_config(target[0], vocabulary, **shape["config"])
+        key = jax.random.key(source["training"]["seed"])
+        return config, initialise(config, key, target[1], vocabulary)
     shape = PrunedShape(**(pruned | {"layers": tuple(pruned["layers"])}))
     return prune(*target, shape, vocabulary)
 
@@ -76,9 +91,9 @@ def main() -> None:
     from helios_jax.distill.bigram import BigramTable, bigram_table
     from helios_jax.distill.store import read_store
     from helios_jax.llm import use_compilation_cache
-    from helios_jax.model.forms import serving_form
-    from helios_jax.speculative import DraftModel, PromptLookup
-    from helios_jax.speculative_config import load_speculation
+    from helios_jax.model.forms import draft_form, serving_form
+    from helios_jax.speculative import PromptLookup
+    from helios_jax.speculative_config import draft_proposer, load_speculation
 
     parser = argparse.ArgumentParser(
         prog="python -m helios_jax.distill.acceptance", description=(__doc__ or "").splitlines()[0]
@@ -115,13 +130,12 @@ def main() -> None:
         config = {"model": given.draft, "num_speculative_tokens": J, "controller": "fixed"}
         proposers["draft"] = load_speculation(config, path, tokenizer, given.dtype)
     if given.untrained:
-        folder = hub.resolve(given.draft)
+        folder = hub.resolve_draft(given.draft)
         vocabulary = open_checkpoint(folder).draft_vocabulary
         manifest = json.loads((folder / "manifest.json").read_text())
         began = untrained((checkpoint.config, target_params), manifest, vocabulary)
-        begun = serving_form(*began, given.dtype)
-        count = None if vocabulary is None else len(vocabulary.nearest_V)
-        drafting = DraftModel(begun.model, catch_up_tokens=64, num_target_tokens=count)
+        begun = draft_form(*began, given.dtype)
+        drafting = draft_proposer(begun.model, vocabulary)
         params = begun.params
         params = params if vocabulary is None else ReducedParams.of(params, vocabulary)
         proposers["untrained"] = Speculation(drafting, J), SpeculationParams(params)

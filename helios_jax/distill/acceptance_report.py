@@ -38,9 +38,13 @@ def ratio(above: np.ndarray, below: np.ndarray, seed: int = 0) -> Interval:
     return Interval(float(above.sum() / max(below.sum(), 1e-12)), float(low), float(high))
 
 
-def length(counts: Sequence[Counts]) -> float:
-    """Tokens per verification: 1 + accepted / rounds."""
-    return 1 + sum(c.num_accepted for c in counts) / max(1, sum(c.num_rounds for c in counts))
+def length(counts: Sequence[Counts], seed: int = 0) -> Interval:
+    """Tokens per verification, 1 + accepted / rounds, with its interval over prompts.
+
+    The measure for proposers that do not propose in every round, which `rate` favours.
+    """
+    pairs = np.array([(c.num_accepted, c.num_rounds) for c in counts], np.float64)
+    return Interval(*(1 + end for end in ratio(pairs[:, 0], pairs[:, 1], seed)))
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Row:
     proposer: str
     temperature: float
     rate: Interval
-    acceptance_length: float
+    acceptance_length: Interval
     num_prompts: int
     by_category: Mapping[str, Interval]
     by_prompt_length: Mapping[str, Interval]
@@ -98,7 +102,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
              "teacher-forced", "prompts"],
             [
                 [row.proposer, f"{row.temperature:g}", _cell(row.rate),
-                 f"{row.acceptance_length:.2f}", _cell(row.teacher_forced), str(row.num_prompts)]
+                 _cell(row.acceptance_length, 2), _cell(row.teacher_forced), str(row.num_prompts)]
                 for row in rows
             ],
         )
@@ -129,7 +133,8 @@ def _ranges() -> list[tuple[str, int, int]]:
     return [*ranges, (f"from {edges[-1]}", edges[-1], 10**9)]
 
 
-def _cell(interval: Interval | None) -> str:
+def _cell(interval: Interval | None, digits: int = 3) -> str:
     if interval is None:
         return "-"
-    return f"{interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f})"
+    value, low, high = (f"{end:.{digits}f}" for end in interval)
+    return f"{value} ({low} to {high})"

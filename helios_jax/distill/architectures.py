@@ -4,7 +4,7 @@
     prune(config, params, shape, vocabulary)       chosen layers of the target, narrowed
     initialise(config, key, target)                a configuration's own shape; equal leaves copied
 
-All of them are ordinary `Transformer`s.
+All of them are ordinary `Transformer`s, or, by `is_draft_head`, `DraftHead`s.
 """
 
 import dataclasses
@@ -130,7 +130,11 @@ def prune(
 def initialise(
     config: ModelConfig, key: jax.Array, target: Params, vocabulary: DraftVocabulary | None = None
 ) -> Params:
-    """Random parameters of `config`, but those of the target's where path and shape agree."""
+    """Random parameters of `config`, but those of the target's where path and shape agree.
+
+    Of a draft head the embedding and the output head: its norms see other states. Its logits begin
+    as large as the target's.
+    """
     fresh = init_params(config, key)
     tree = dense(target)
     embedded = _of_tokens(tree["params"]["embed"]["embedding"], 0, vocabulary)
@@ -138,6 +142,13 @@ def initialise(
     if "lm_head" in tree["params"]:
         head = _of_tokens(tree["params"]["lm_head"]["kernel"], 1, vocabulary)
         tree["params"]["lm_head"] = {"kernel": head}
+    if config.is_draft_head:
+        scale_D = tree["params"]["final_norm"]["scale"]
+        even_D = np.full_like(scale_D, np.sqrt(np.mean(scale_D**2)))
+        tables = {
+            name: tree["params"][name] for name in ("embed", "lm_head") if name in tree["params"]
+        }
+        tree["params"] = tables | {"final_norm": {"scale": even_D}}
     theirs = {jax.tree_util.keystr(path): leaf for path, leaf in _leaves(tree)}
 
     def choose(path, leaf):
@@ -160,6 +171,12 @@ def draft_config(
         "vocab_size" not in changes,
         f"vocab_size={changes.get('vocab_size')}: a draft's tokens are the target's, or the most "
         "frequent ones of them; give vocab_tokens instead",
+    )
+    require(
+        not changes.get("is_draft_head")
+        or changes.get("hidden_size", config.hidden_size) == config.hidden_size,
+        f"hidden_size={changes.get('hidden_size')}: a draft head's is its target's, "
+        f"{config.hidden_size}; leave it out",
     )
     fields = config.to_dict() | changes
     special = _special_tokens(config, vocabulary)

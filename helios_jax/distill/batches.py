@@ -31,6 +31,11 @@ class Batch(NamedTuple):
     targets: Targets
     counts_BT: jax.Array
 
+    @property
+    def num_counted(self) -> int:
+        """Tokens that are learnt from."""
+        return int(np.sum(self.counts_BT))
+
 
 class Batches:
     """The batches of a data set, by number.
@@ -132,27 +137,41 @@ def to_batch(
         tail_BT[row, place] = sequence.labels.tail_N
         counts_BT[row, place] = 1
         next_BT[row, place] = sequence.tokens[sequence.num_prompt :]
+    N = num_rows * width
+    labels = store.Labels(
+        None if ids_BTK is None else ids_BTK.reshape(N, -1),
+        logprobs_BTK.reshape(N, -1),
+        tail_BT.reshape(N),
+    )
+    # Of numpy's, until a step takes them.
+    tokens_BT, *targets = in_students_ids(vocabulary, tokens_BT, labels, next_BT.reshape(N))
+    of_batch: Any = (tokens_BT, positions_BT, Targets(*targets), counts_BT)
+    return Batch(*of_batch)
+
+
+def in_students_ids(
+    vocabulary: DraftVocabulary | None, tokens: np.ndarray, labels: store.Labels,
+    next_N: np.ndarray,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(tokens as the student reads them, and the fields of `Targets`) of the teacher's ids.
+
+    Args:
+      vocabulary: the student's; None where its ids are the teacher's.
+      next_N: the tokens that came next; -1 for none.
+    """
+    ids_NK, logprobs_NK, tail_N = labels.ids_NK, labels.logprobs_NK, labels.tail_N
     if vocabulary is not None:
         draft_ids_V = vocabulary.draft_ids_V
-        tokens_BT = vocabulary.nearest_V[tokens_BT]
-        next_BT = np.where(next_BT >= 0, draft_ids_V[np.maximum(next_BT, 0)], -1)
-        if ids_BTK is not None:
-            ids_BTK = np.where(ids_BTK >= 0, draft_ids_V[np.maximum(ids_BTK, 0)], -1)
+        tokens = vocabulary.nearest_V[tokens]
+        next_N = np.where(next_N >= 0, draft_ids_V[np.maximum(next_N, 0)], -1)
+        if ids_NK is not None:
+            ids_NK = np.where(ids_NK >= 0, draft_ids_V[np.maximum(ids_NK, 0)], -1)
         else:
             lacking = draft_ids_V < 0
             with np.errstate(divide="ignore"):
-                tail_BT = np.log(np.exp(logprobs_BTK[..., lacking]).sum(axis=-1))
-            logprobs_BTK = logprobs_BTK[..., vocabulary.ids_U]
-    N = num_rows * width
-    # Of numpy's, until a step takes them.
-    of_targets: Any = (
-        None if ids_BTK is None else ids_BTK.reshape(N, -1),
-        logprobs_BTK.reshape(N, -1),
-        tail_BT.reshape(N).astype(np.float32),
-        next_BT.reshape(N),
-    )
-    of_batch: Any = (tokens_BT, positions_BT, Targets(*of_targets), counts_BT)
-    return Batch(*of_batch)
+                tail_N = np.log(np.exp(logprobs_NK[:, lacking]).sum(axis=-1))
+            logprobs_NK = logprobs_NK[:, vocabulary.ids_U]
+    return tokens, ids_NK, logprobs_NK, tail_N.astype(np.float32), next_N
 
 
 def _cut(sequence: store.Sequence, max_length: int | None) -> store.Sequence:

@@ -1,7 +1,8 @@
 """How does a target, prompts and a shape become a draft? The whole way, in one folder.
 
     OUT/                            the draft: a native checkpoint, once it is done
-    .OUT.distilling/samples/        what the target says; for every draft that is made of it
+    .OUT.distilling/samples/        what the target says, for every model, or every head, that
+                                    is made of it
     .OUT.distilling/training/HASH/  one training: of one student, plan and data
 
 Interrupted work goes on where it was when the same call is made again.
@@ -38,7 +39,7 @@ from helios_jax.distill.sampling import SamplingPlan, sample
 from helios_jax.distill.teacher import Teacher
 from helios_jax.distill.trainer import Progress, Trained, TrainingPlan, split, sum_of, train
 from helios_jax.llm import LLM, load
-from helios_jax.model import Transformer
+from helios_jax.model import Transformer, model_of
 from helios_jax.model.params import Params
 from helios_jax.quant import Scheme, rtn
 from helios_jax.speculative import DraftVocabulary
@@ -74,6 +75,10 @@ class DraftShape:
             f"pruned={self.pruned}, config={self.config}: one of them says what the draft is",
         )
         require(self.bits in (None, 4, 8), f"bits={self.bits}: must be 4, 8 or None (bfloat16)")
+
+    @property
+    def is_head(self) -> bool:
+        return bool(dict(self.config).get("is_draft_head"))
 
     def check(self, target: ModelConfig) -> None:
         """Raises ValueError where a target of this configuration has no such draft."""
@@ -222,9 +227,9 @@ def train_student(
     text = json.dumps(described, sort_keys=True)
     own = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
     with locked(own, "training"):
-        model = Transformer(student.config)
+        model = model_of(student.config)
         on_policy = None
-        if plan.on_policy:
+        if plan.on_policy and isinstance(model, Transformer):
             require(
                 teacher is not None and sampling is not None,
                 f"on_policy={plan.on_policy}: needs the teacher and a sampling plan",

@@ -14,7 +14,7 @@ import numpy as np
 
 from helios_jax.distill.acceptance import Counts
 from helios_jax.distill.teacher import chunks, hidden_states, pad, width_of
-from helios_jax.model import Transformer
+from helios_jax.model import DraftHead, Transformer
 from helios_jax.model.compiler import jit
 from helios_jax.speculative.draft_vocabulary import model_params, to_draft, to_target
 
@@ -29,14 +29,15 @@ class Overlap(NamedTuple):
 
 def teacher_forced(
     target: tuple[Transformer, Any],
-    draft: tuple[Transformer, Any],
+    draft: tuple[Transformer | DraftHead, Any],
     texts: Sequence[Counts],
     num_rows: int = 4,
 ) -> list[Overlap]:
     """Sum min(p, q) at the temperature of each text; see the module.
 
     Args:
-      draft: (model, params); the params may be `ReducedParams`.
+      draft: (model or head, params); the params may be `ReducedParams`. Of a head: its first draft
+        token, from the target's state before.
     """
     model, params = draft
     found = []
@@ -47,7 +48,11 @@ def teacher_forced(
         tokens_BT, positions_BT = pad([text.tokens for text in batch], width_of(longest), num_rows)
         mine_BT = to_draft(params, jnp.asarray(tokens_BT))
         p_BTD = np.asarray(hidden_states(*target, tokens_BT, positions_BT))
-        q_BTD = np.asarray(hidden_states(model, model_params(params), mine_BT, positions_BT))
+        if isinstance(model, DraftHead):
+            before_BTD = np.pad(p_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+            q_BTD = np.asarray(_head_states(model, model_params(params), before_BTD, mine_BT))
+        else:
+            q_BTD = np.asarray(hidden_states(model, model_params(params), mine_BT, positions_BT))
         for row, text in enumerate(batch):
             place = slice(text.num_prompt - 1, len(text.tokens) - 1)
             temperature = jnp.float32(text.temperature)
@@ -58,6 +63,12 @@ def teacher_forced(
             context_N = np.arange(text.num_prompt, len(text.tokens))
             found.append((order[first + row], Overlap(np.concatenate(overlap), context_N)))
     return [overlap for _, overlap in sorted(found, key=lambda item: item[0])]
+
+
+@partial(jit, static_argnums=0)
+def _head_states(head: DraftHead, params: Any, before_BTD, tokens_BT):
+    """What the head's logits are taken of, at every token."""
+    return head.apply(params, before_BTD, tokens_BT, method="hidden")
 
 
 @partial(jit, static_argnums=(0, 2))

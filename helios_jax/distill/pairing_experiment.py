@@ -81,7 +81,7 @@ def main() -> None:
     use_compilation_cache()
     given.work.mkdir(parents=True, exist_ok=True)
     target = hub.resolve(given.target)
-    draft = hub.resolve(given.draft)
+    draft = hub.resolve_draft(given.draft)
     options = [
         "--num-sequences", str(given.num_sequences), "--max-tokens", "128", "--dtype", "bfloat16",
         "--steps", str(given.steps), "--warmup", str(given.steps // 10), "--learning-rate", "3e-4",

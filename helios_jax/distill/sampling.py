@@ -37,6 +37,8 @@ class SamplingPlan:
       temperatures: taken in turn; those that the target will serve.
       max_tokens: longest answer.
       top_k: of the teacher's distribution that are kept; None for all of it.
+      keep_hidden: the teacher's hidden states too, 2 * hidden_size bytes a token: a draft head
+        learns from them.
       sequences_per_shard: sampled, labelled and written together.
       seed: of everything drawn.
     """
@@ -45,6 +47,7 @@ class SamplingPlan:
     temperatures: tuple[float, ...] = (0.0, 0.5, 1.0)
     max_tokens: int = 256
     top_k: int | None = 32
+    keep_hidden: bool = False
     sequences_per_shard: int = 64
     seed: int = 0
 
@@ -63,8 +66,9 @@ class SamplingPlan:
         return -(-self.num_sequences // self.sequences_per_shard)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return dataclasses.asdict(self) | {"temperatures": list(self.temperatures)}
+        """JSON-ready; without `keep_hidden` where it is False: older plans have none."""
+        fields = dataclasses.asdict(self) | {"temperatures": list(self.temperatures)}
+        return {name: value for name, value in fields.items() if name != "keep_hidden" or value}
 
     def params(self, index: int, num_prompts: int) -> SamplingParams:
         """Of sequence `index`."""
@@ -109,7 +113,7 @@ def sample(
     with stores.open_store(folder, {**identity, **plan_of}) as store:
         for path in store.damaged:
             warn(f"{path}: does not match the sum in its name; it is sampled again")
-        teacher = Teacher(llm.model, llm.params, plan.top_k)
+        teacher = Teacher(llm.model, llm.params, plan.top_k, plan.keep_hidden)
         for shard in range(plan.num_shards):
             progress(shard, plan.num_shards)
             if shard not in store:

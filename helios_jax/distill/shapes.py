@@ -1,9 +1,10 @@
 """Which shape should a draft have? What each costs here and on a GPU, and what it must accept.
 
-    python -m helios_jax.distill.shapes --shape 0 6144 1536 --shape 0,29 6144 1536 --json out.json
+    python -m helios_jax.distill.shapes --shape 0 6144 1536 --head 1 6144 1024 --json out.json
 
-A shape is layers, tokens, MLP channels of a pruned target; weights do not matter for its cost, so
-none is trained. Costs are measured for one row (`measure_costs`: passes of the target in its
+A shape is layers, tokens, MLP channels of a pruned target; a head is a number of layers, tokens,
+MLP channels. Weights do not matter for the cost, so none is trained, and drafts are taken to be
+stored in 4 bits. Costs are measured for one row (`measure_costs`: passes of the target in its
 fastest form, and a draft step). By them, and by the byte model for a GPU, the table says which
 acceptance per token a (the same at every place) pays at all, and the speed-up at a = 0.4, 0.5 and
 0.6 with the number of draft tokens that is then best (arXiv 2211.17192, equation 1).
@@ -21,7 +22,7 @@ import numpy as np
 
 from helios_jax.config import ModelConfig
 from helios_jax.distill.speed import predicted_speed_up
-from helios_jax.profiler import GPUS, Formats
+from helios_jax.profiler import GPUS, Formats, formats_as_stored
 from helios_jax.speculative.controller import expected_tokens
 
 _ACCEPTANCES = (0.4, 0.5, 0.6)
@@ -68,22 +69,31 @@ def main() -> None:
     from helios_jax import hub
     from helios_jax.calibrate.evaluation import table
     from helios_jax.calibrate.record import circumstances
-    from helios_jax.distill.architectures import PrunedShape, num_params, prune
+    from helios_jax.distill.architectures import (
+        PrunedShape,
+        draft_config,
+        initialise,
+        num_params,
+        prune,
+    )
     from helios_jax.llm import use_compilation_cache
-    from helios_jax.model.forms import serving_form
+    from helios_jax.model.forms import draft_form, serving_form
     from helios_jax.speculative import (
-        DraftModel,
         DraftVocabulary,
         ReducedParams,
         Speculation,
         measure_costs,
     )
+    from helios_jax.speculative_config import draft_proposer
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--shape", nargs=3, action="append", required=True)
+    parser.add_argument("--shape", nargs=3, action="append", default=[])
+    parser.add_argument("--head", nargs=3, action="append", default=[])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if not given.shape and not given.head:
+        parser.error("give one or more --shape or --head")
     use_compilation_cache()
     checkpoint = open_checkpoint(hub.resolve(given.target))
     params = read_params(checkpoint)
@@ -92,13 +102,21 @@ def main() -> None:
     passes = tuple(range(1, _MAX_DRAFT_TOKENS))
     rows: list[dict[str, Any]] = []
     verify: np.ndarray | None = None
-    for layers, tokens, channels in given.shape:
-        shape = PrunedShape(tuple(map(int, layers.split(","))), int(channels))
+    asked = [(False, each) for each in given.shape] + [(True, each) for each in given.head]
+    for is_head, (layers, tokens, channels) in asked:
         ids = np.arange(int(tokens), dtype=np.int32)
         vocabulary = DraftVocabulary(ids, np.minimum(np.arange(V, dtype=np.int32), len(ids) - 1))
-        config, pruned = prune(checkpoint.config, params, shape, vocabulary)
-        draft = serving_form(config, pruned, "auto")
-        proposer = DraftModel(draft.model, num_target_tokens=V)
+        if is_head:
+            config = draft_config(
+                checkpoint.config, vocabulary, is_draft_head=True, num_layers=int(layers),
+                intermediate_size=int(channels),
+            )  # fmt: skip
+            pruned = initialise(config, jax.random.key(0), params, vocabulary)
+        else:
+            shape = PrunedShape(tuple(map(int, layers.split(","))), int(channels))
+            config, pruned = prune(checkpoint.config, params, shape, vocabulary)
+        draft = draft_form(config, pruned, "auto")
+        proposer = draft_proposer(draft.model, vocabulary)
         speculation = Speculation(proposer, _MAX_DRAFT_TOKENS, intermediate_lengths=passes)
         costs = jax.device_get(
             measure_costs(
@@ -108,7 +126,8 @@ def main() -> None:
         )  # fmt: skip
         # The target's passes are the same for all: the first measurement counts.
         verify = np.asarray(costs.verify_seconds_T) if verify is None else verify
-        rows.append(_row(f"{layers}; {tokens}; {channels}", checkpoint.config, config,
+        name = f"{'head ' * is_head}{layers}; {tokens}; {channels}"
+        rows.append(_row(name, checkpoint.config, formats_as_stored(params), config,
                          num_params(pruned), float(costs.draft_seconds), verify))  # fmt: skip
         print(rows[-1], flush=True)
     assert verify is not None
@@ -136,14 +155,14 @@ def main() -> None:
 
 
 def _row(
-    name: str, target: ModelConfig, draft: ModelConfig, number: int, draft_seconds: float,
-    verify: np.ndarray,
+    name: str, target: ModelConfig, target_formats: Formats, draft: ModelConfig, number: int,
+    draft_seconds: float, verify: np.ndarray,
 ) -> dict[str, Any]:  # fmt: skip
     def predict(num_draft_tokens: int, tokens_per_round: float) -> float:
         return predicted_speed_up(
             target, draft, GPUS["h100"].hardware, num_draft_tokens=num_draft_tokens,
             tokens_per_round=tokens_per_round, context=256,
-            target_formats=Formats(weight_bits=4, group_size=32, zero_bits=16),
+            target_formats=target_formats,
             draft_formats=Formats(weight_bits=4, group_size=64, zero_bits=0, head_bits=4),
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from helios_jax.config import ModelConfig
 from helios_jax.distill.acceptance import Prompt, read_prompts
-from helios_jax.profiler import GPUS, Formats, Hardware, step_seconds
+from helios_jax.profiler import GPUS, Formats, Hardware, formats_as_stored, step_seconds
 from helios_jax.sampling import SamplingParams
 
 
@@ -70,7 +70,7 @@ def predicted_speed_up(
 
 
 def main() -> None:
-    from checkpoints_conv import open_checkpoint
+    from checkpoints_conv import open_checkpoint, read_params
     from helios_jax import hub, load
     from helios_jax.calibrate.evaluation import table
     from helios_jax.calibrate.record import circumstances
@@ -97,8 +97,14 @@ def main() -> None:
     for gamma in gammas:
         config = {"model": given.draft, "num_speculative_tokens": gamma, "controller": "fixed"}
         ways[f"draft, {gamma} tokens"] = ("auto", config)
-    target = open_checkpoint(hub.resolve(given.target)).config
-    draft = open_checkpoint(hub.resolve(given.draft)).config
+    adaptive = {"model": given.draft, "num_speculative_tokens": max(gammas)}
+    ways[f"draft, up to {max(gammas)} tokens"] = ("auto", adaptive)
+    checkpoints = [
+        open_checkpoint(path)
+        for path in (hub.resolve(given.target), hub.resolve_draft(given.draft))
+    ]
+    target, draft = (checkpoint.config for checkpoint in checkpoints)
+    formats = [formats_as_stored(read_params(checkpoint)) for checkpoint in checkpoints]
     results: dict[str, dict[str, list[float]]] = {}
     tokens_per_round: dict[str, float] = {}
     for name, (dtype, config) in ways.items():
@@ -115,11 +121,6 @@ def main() -> None:
         print(
             name, {c: round(float(np.median(v)), 1) for c, v in results[name].items()}, flush=True
         )
-    # The embedded target as it is stored, and a draft of 8 bits.
-    formats = (
-        Formats(weight_bits=4, group_size=32, zero_bits=16),
-        Formats(weight_bits=8, group_size=64, zero_bits=0, head_bits=8),
-    )
     predictions = {
         f"{name}, {device}": predicted_speed_up(
             target, draft, GPUS[device.lower()].hardware, num_draft_tokens=gamma,

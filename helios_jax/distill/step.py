@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from helios_jax.config import require
 from helios_jax.distill.batches import Batch
 from helios_jax.distill.losses import LossWeights, losses, weighted_loss
-from helios_jax.model import Transformer, param_shardings
+from helios_jax.distill.positions import PositionBatch
+from helios_jax.model import DraftHead, Transformer, param_shardings
 from helios_jax.model.compiler import jit
 from helios_jax.model.params import Params
 
@@ -124,14 +125,24 @@ def state_shardings(
     return TrainState(params, moments)
 
 
+AnyBatch = Batch | PositionBatch
+
+
 def batch_loss(
-    model: Transformer, weights: LossWeights, params: Params, batch: Batch
+    model: Transformer | DraftHead, weights: LossWeights, params: Params, batch: AnyBatch
 ) -> tuple[Array, dict[str, Array]]:
-    """The weighted loss of a batch, and the means of all losses, with `positions` counted."""
-    result: Any = model.apply(params, batch.tokens_BT, batch.positions_BT)
-    logits_BTU = result
-    by_name = losses(logits_BTU.reshape(-1, logits_BTU.shape[-1]), batch.targets)
-    counts_N = batch.counts_BT.reshape(-1)
+    """The weighted loss of a batch, and the means of all losses, with `positions` counted.
+
+    Of a head, over all places of its draft alike.
+    """
+    logits: Any
+    if isinstance(batch, PositionBatch):
+        logits = model.apply(params, batch.hidden_ND, batch.tokens_NJ, method="unroll")
+        counts_N = batch.counts_NJ.reshape(-1)
+    else:
+        logits = model.apply(params, batch.tokens_BT, batch.positions_BT)
+        counts_N = batch.counts_BT.reshape(-1)
+    by_name = losses(logits.reshape(-1, logits.shape[-1]), batch.targets)
     number = jnp.sum(counts_N)
     means = {
         name: jnp.sum(jnp.where(counts_N > 0, values_N, 0)) / jnp.maximum(number, 1)
@@ -141,7 +152,11 @@ def batch_loss(
 
 
 def update(
-    model: Transformer, plan: OptimizerPlan, weights: LossWeights, state: TrainState, batch: Batch
+    model: Transformer | DraftHead,
+    plan: OptimizerPlan,
+    weights: LossWeights,
+    state: TrainState,
+    batch: AnyBatch,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One batch: the next state, and metrics: `loss`, the losses' means, `grad_norm`."""
     loss_of = functools.partial(batch_loss, model, weights)
@@ -154,7 +169,10 @@ def update(
 
 @functools.lru_cache
 def train_step(
-    model: Transformer, plan: OptimizerPlan, weights: LossWeights, shardings: Any = None
+    model: Transformer | DraftHead,
+    plan: OptimizerPlan,
+    weights: LossWeights,
+    shardings: Any = None,
 ):
     """The compiled `update`, (state, batch) -> (state, metrics); the state is donated.
 
@@ -166,7 +184,7 @@ def train_step(
 
 
 @functools.lru_cache
-def eval_step(model: Transformer, weights: LossWeights):
+def eval_step(model: Transformer | DraftHead, weights: LossWeights):
     """The compiled `batch_loss`, (params, batch) -> (loss, means)."""
     return jit(functools.partial(batch_loss, model, weights))
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from helios_jax.calibrate.folders import claim, locked
@@ -35,15 +36,17 @@ class Labels(NamedTuple):
     ids_NK: int32, its K most probable tokens, descending; None where all V are kept, in order.
     logprobs_NK: float32, theirs.
     tail_N: float32, log of the mass of all others; -inf where there are none.
+    hidden_ND: bfloat16, the teacher's final hidden state that it comes of; None where not kept.
     """
 
     ids_NK: np.ndarray | None
     logprobs_NK: np.ndarray
     tail_N: np.ndarray
+    hidden_ND: np.ndarray | None = None
 
-    def __getitem__(self, chosen: slice) -> "Labels":  # pyright: ignore[reportIncompatibleMethodOverride]
-        ids = None if self.ids_NK is None else self.ids_NK[chosen]
-        return Labels(ids, self.logprobs_NK[chosen], self.tail_N[chosen])
+    def __getitem__(self, chosen: slice | np.ndarray) -> "Labels":  # pyright: ignore[reportIncompatibleMethodOverride]
+        parts: Any = [None if part is None else part[chosen] for part in self]
+        return Labels(*parts)
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,10 @@ def _to_arrays(sequences: list[Sequence]) -> dict[str, np.ndarray]:
     ids = [label.ids_NK for label in labels if label.ids_NK is not None]
     if ids:
         arrays["ids"] = np.concatenate(ids).astype(np.int32)
+    hidden = [label.hidden_ND for label in labels if label.hidden_ND is not None]
+    if hidden:
+        # numpy's format has no bfloat16.
+        arrays["hidden_bits"] = np.concatenate(hidden).astype(ml_dtypes.bfloat16).view(np.uint16)
     return arrays
 
 
@@ -203,7 +210,10 @@ def _from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sequence]:
     lengths, num_prompt = arrays["lengths"], arrays["num_prompt"]
     tokens, temperatures = arrays["tokens"], arrays["temperatures"]
     ids = arrays["ids"] if "ids" in arrays else None
-    labels = Labels(ids, arrays["logprobs"], arrays["tail"])
+    hidden = None
+    if "hidden_bits" in arrays:
+        hidden = arrays["hidden_bits"].view(ml_dtypes.bfloat16)
+    labels = Labels(ids, arrays["logprobs"], arrays["tail"], hidden)
     ends = np.cumsum(lengths)
     label_ends = np.cumsum(lengths - num_prompt)
     return [

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import Array
 
@@ -27,10 +28,14 @@ class Teacher:
     Attributes:
       model, params: in any form that serves.
       top_k: tokens that are kept of a distribution; None for all.
+      keep_hidden: labels hold the hidden states too, which a draft head learns from.
     """
 
-    def __init__(self, model: Transformer, params: Any, top_k: int | None = 32):
-        self.model, self.params, self.top_k = model, params, top_k
+    def __init__(
+        self, model: Transformer, params: Any, top_k: int | None = 32, keep_hidden: bool = False
+    ):
+        self.model, self.params = model, params
+        self.top_k, self.keep_hidden = top_k, keep_hidden
 
     def label(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[Labels]:
         """`Labels` of every (tokens, num_prompt): of tokens num_prompt.. given those before."""
@@ -71,6 +76,7 @@ class Teacher:
             None if self.top_k is None else np.concatenate(ids),  # pyright: ignore[reportArgumentType]
             np.concatenate([part.logprobs_NK for part in parts]),
             np.concatenate([part.tail_N for part in parts]),
+            hidden_ND.astype(ml_dtypes.bfloat16) if self.keep_hidden else None,
         )
 
 

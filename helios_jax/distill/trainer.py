@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +31,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from helios_jax.config import require
 from helios_jax.distill import store
-from helios_jax.distill.batches import Batch, Batches
+from helios_jax.distill.batches import Batches
 from helios_jax.distill.losses import LossWeights
+from helios_jax.distill.positions import PositionBatches
 from helios_jax.distill.step import (
+    AnyBatch,
     Frozen,
     OptimizerPlan,
     TrainState,
@@ -41,7 +44,7 @@ from helios_jax.distill.step import (
     state_shardings,
     train_step,
 )
-from helios_jax.model import Transformer
+from helios_jax.model import DraftHead, Transformer
 from helios_jax.model.params import Params
 from helios_jax.speculative import DraftVocabulary
 
@@ -59,6 +62,7 @@ class TrainingPlan:
       optimizer, losses: see there.
       tokens_per_batch: about; see `Batches`.
       dtype: that the student computes in, "bfloat16" or "float32"; its parameters are float32.
+      num_draft_tokens: of a draft head: how far it is unrolled from every position.
       held_out: share of the sequences that acceptance is measured on and training never sees.
       log_every, evaluate_every, checkpoint_every: steps.
       patience: evaluations without a higher acceptance after which training ends; None: never.
@@ -72,6 +76,7 @@ class TrainingPlan:
     losses: LossWeights = LossWeights()
     tokens_per_batch: int = 4096
     dtype: str = "bfloat16"
+    num_draft_tokens: int = 4
     held_out: float = 0.05
     log_every: int = 10
     evaluate_every: int = 100
@@ -85,7 +90,7 @@ class TrainingPlan:
     def __post_init__(self):
         for name in (
             "tokens_per_batch", "log_every", "evaluate_every", "checkpoint_every",
-            "on_policy_every", "on_policy_sequences",
+            "on_policy_every", "on_policy_sequences", "num_draft_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
             require(value >= 1, f"{name}={value}: must be at least 1")
@@ -122,7 +127,8 @@ class Trained(NamedTuple):
     params: the student's, of the best evaluation, float32.
     step: when that was.
     acceptance: teacher-forced, on the held-out sequences, at temperature 1 and of the teacher's top
-      K tokens and one event for all others (see `losses`): an upper bound of the true one.
+      K tokens and one event for all others (see `losses`): an upper bound of the true one. Of a
+      head the mean over the places of its draft, of which the first has the most.
     stopped_early: whether `patience` ended the training.
     metrics: the file of what was logged.
     """
@@ -139,7 +145,7 @@ OnPolicy = Callable[[Params, int], list[store.Sequence]]
 
 
 def train(
-    model: Transformer,
+    model: Transformer | DraftHead,
     params: Params,
     sequences: Sequence[store.Sequence],
     plan: TrainingPlan,
@@ -154,7 +160,8 @@ def train(
     """Trains a student on what its teacher made of given sequences; goes on where it was stopped.
 
     Args:
-      model: the student, not fused; its dtype is the plan's.
+      model: the student, not fused; its dtype is the plan's. A draft head needs sequences with
+        the teacher's hidden states, and `num_draft_tokens` of the plan says how far it learns.
       params: it begins with them, unless there is a checkpoint in `folder`.
       sequences: of a store.
       folder: of this run alone: whoever calls makes sure that it is of the same data and plan.
@@ -170,6 +177,12 @@ def train(
     require(
         len(sequences) >= 2, f"training data: {len(sequences)} sequences; needs at least 2: sample"
     )
+    is_head = isinstance(model, DraftHead)
+    require(
+        not (is_head and plan.on_policy),
+        f"on_policy={plan.on_policy}: a draft head learns from the target's hidden states, which "
+        "its own samples lack; give 0",
+    )
     require(
         plan.on_policy == 0 or on_policy is not None,
         f"on_policy={plan.on_policy}: needs a sampler; give one, or 0",
@@ -178,11 +191,13 @@ def train(
     training, held_out = split(sequences, plan)
     num_shards = 1 if mesh is None else mesh.shape.get("data", 1)
     options: dict[str, Any] = dict(
-        tokens_per_batch=plan.tokens_per_batch, vocabulary=vocabulary, rows_multiple=num_shards,
-        max_length=model.config.max_model_len,
+        tokens_per_batch=plan.tokens_per_batch, vocabulary=vocabulary, rows_multiple=num_shards
     )  # fmt: skip
-    batches = Batches(training, seed=plan.seed, **options)
-    evaluation = Batches(held_out, **options).in_order()
+    make: Any = partial(Batches, max_length=model.config.max_model_len)
+    if is_head:
+        make = partial(PositionBatches, num_draft_tokens=plan.num_draft_tokens)
+    batches = make(training, seed=plan.seed, **options)
+    evaluation = make(held_out, **options).in_order()
 
     state = init_state(params, plan.optimizer)
     shardings = None
@@ -194,7 +209,7 @@ def train(
     run = train_step(hashable, plan.optimizer, plan.losses, shardings)
     evaluate = eval_step(hashable, plan.losses)
 
-    def place(batch: Batch) -> Batch:
+    def place(batch: AnyBatch) -> AnyBatch:
         if mesh is None:
             return batch
         rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -215,11 +230,11 @@ def train(
                 number = step // plan.on_policy_every
                 if round_batches is None or round_batches[0] != number:
                     drawn = on_policy(state.params, number)
-                    round_batches = number, Batches(drawn, seed=plan.seed + number, **options)
+                    round_batches = number, make(drawn, seed=plan.seed + number, **options)
                 source = round_batches[1]
             batch = source[step]
             state, values = run(state, place(batch))
-            tokens += int(np.sum(batch.counts_BT))
+            tokens += batch.num_counted
             host = dataclasses.replace(host, step=step + 1)
             is_last = host.step == num_steps
             if host.step % plan.log_every == 0 or is_last:
@@ -276,7 +291,7 @@ def _is_on_policy(plan: TrainingPlan, step: int) -> bool:
     return np.random.default_rng([plan.seed, 7, step]).random() < plan.on_policy
 
 
-def _evaluate(evaluate, params: Params, batches: list[Batch], place) -> dict[str, float]:
+def _evaluate(evaluate, params: Params, batches: list, place) -> dict[str, float]:
     totals: dict[str, float] = {}
     number = 0.0
     for batch in batches:

@@ -40,13 +40,15 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=2, thread_name_prefix="helios-compile")
 
 
-@cache
 def stage(name: str, platform: str) -> Any:
-    """A stage under jit, with what `COMPILER_OPTIONS` has for the platform."""
+    """A stage under jit, with what `COMPILER_OPTIONS` has for the platform.
+
+    A new function each time: JAX keeps what it compiled for as long as the function lives.
+    """
     function, static = _STATIC[name]
     options = COMPILER_OPTIONS.get(platform)
     return jax.jit(
-        function, static_argnames=static, donate_argnames="state", compiler_options=options
+        partial(function), static_argnames=static, donate_argnames="state", compiler_options=options
     )
 
 

@@ -2,6 +2,7 @@
 
     resolve("smollm2-135m")                 the embedded model, pulled on first use
     resolve("hf:org/name@revision")         a Hugging Face repository (or hf:org/name/file.gguf)
+    resolve_draft("default")                the draft that is shipped for the embedded model
     resolve("./folder"), resolve("m.gguf")  a Hugging Face folder, a native checkpoint, a GGUF file
 
 Pulled models live under `cache_dir()` (Hugging Face's under its own cache). A pull is atomic: a
@@ -10,7 +11,7 @@ killed one leaves nothing that a later run would take for a model. Failures to f
 """
 
 from helios_jax.hub.embedded import KNOWN_MODELS, EmbeddedModel, fetch_gguf
-from helios_jax.hub.names import ModelInfo, list_models, pull, resolve
+from helios_jax.hub.names import ModelInfo, list_models, pull, resolve, resolve_draft
 from helios_jax.hub.progress import Progress, no_progress
 from helios_jax.hub.storage import PullError, cache_dir
 
@@ -26,4 +27,5 @@ __all__ = [
     "no_progress",
     "pull",
     "resolve",
+    "resolve_draft",
 ]

@@ -66,6 +66,16 @@ def resolve(model: str | os.PathLike, progress: Progress | None = None) -> Path:
     return path
 
 
+def resolve_draft(draft: str | os.PathLike, progress: Progress | None = None) -> Path:
+    """`resolve` for a draft; "default" is the one that comes with this package.
+
+    It was distilled for the embedded model, see `helios_jax/distill/results/README.md`.
+    """
+    if os.fspath(draft) == "default":
+        return resolve(Path(__file__).parent / "default_draft")
+    return resolve(draft, progress)
+
+
 def pull(name: str, progress: Progress | None = None, force: bool = False) -> Path:
     """Fetches a known model, or a Hugging Face repository's newest revision; returns its path.
 

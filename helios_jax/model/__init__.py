@@ -7,15 +7,18 @@
 This is the only package that imports Flax.
 """
 
-from helios_jax.model.params import fuse_params, init_params, separate_head
+from helios_jax.model.draft_head import DraftHead
+from helios_jax.model.params import fuse_params, init_params, model_of, separate_head
 from helios_jax.model.sharding import logical_axes, param_shardings
 from helios_jax.model.transformer import Transformer
 
 __all__ = [
+    "DraftHead",
     "Transformer",
     "fuse_params",
     "init_params",
     "logical_axes",
+    "model_of",
     "param_shardings",
     "separate_head",
 ]

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from helios_jax.config import ModelConfig, require
-from helios_jax.model.params import Params, fuse_params, separate_head
+from helios_jax.model.draft_head import DraftHead
+from helios_jax.model.params import Params, fuse_params, model_of, separate_head
 from helios_jax.model.transformer import Transformer
 from helios_jax.quant import QuantTensor, expand
 
@@ -54,6 +55,34 @@ def serving_form(
     Raises:
       ValueError: a dtype that is unknown, or that this platform or checkpoint cannot serve.
     """
+    require_whole_model(config)
+    form = draft_form(config, params, dtype, platform)
+    assert isinstance(form.model, Transformer)
+    cache_dtype = jnp.float32 if form.dtype == "float32" else jnp.bfloat16
+    return ServingForm(form.model, form.params, form.dtype, cache_dtype, _DESCRIPTIONS[form.dtype])
+
+
+def require_whole_model(config: ModelConfig) -> None:
+    """ValueError where a draft head is given as a model."""
+    require(
+        not config.is_draft_head,
+        "this checkpoint is a draft head, which generates nothing by itself: give its target as "
+        "the model, and the head as the draft (--draft)",
+    )
+
+
+class DraftForm(NamedTuple):
+    """A draft ready to serve; the fields are as of `ServingForm`."""
+
+    model: Transformer | DraftHead
+    params: Params
+    dtype: str
+
+
+def draft_form(
+    config: ModelConfig, params: Params, dtype: str = "auto", platform: str | None = None
+) -> DraftForm:
+    """`serving_form` of what drafts, a model or a head; arguments and errors are the same."""
     require(dtype in DTYPES, f"dtype={dtype!r}: must be one of {DTYPES}")
     platform = platform or jax.default_backend()
     is_cpu = platform == "cpu"
@@ -89,9 +118,7 @@ def serving_form(
     params = jax.tree_util.tree_map_with_path(place, params, is_leaf=_is_quant)
     # On a CPU elementwise work costs the same in float32; on a GPU it would double the traffic.
     activations = jnp.float32 if is_cpu or dtype == "float32" else jnp.bfloat16
-    cache_dtype = jnp.float32 if dtype == "float32" else jnp.bfloat16
-    model = Transformer(config, activations, fused=True)
-    return ServingForm(model, params, dtype, cache_dtype, _DESCRIPTIONS[dtype])
+    return DraftForm(model_of(config, activations, fused=True), params, dtype)
 
 
 _DESCRIPTIONS = {

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from helios_jax.config import ModelConfig
+from helios_jax.model.draft_head import DraftHead
 from helios_jax.model.transformer import Transformer
 from helios_jax.quant import QuantTensor, join_outputs
 
 Params = dict[str, Any]
+Model = Transformer | DraftHead
 
 _FUSED = (
     ("attention", "qkv", ("q", "k", "v")),
@@ -20,9 +22,20 @@ _FUSED = (
 )
 
 
+def model_of(config: ModelConfig, dtype: Any = jnp.float32, fused: bool = False) -> Model:
+    """The module that a configuration describes."""
+    kind = DraftHead if config.is_draft_head else Transformer
+    return kind(config, dtype, fused)
+
+
 def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Params:
     """Random parameters to start training from; under `jit` with out_shardings, made sharded."""
-    params = Transformer(config).init(key, jnp.zeros((1, 1), jnp.int32))
+    token = jnp.zeros((1, 1), jnp.int32)
+    if config.is_draft_head:
+        state = jnp.zeros((1, 1, config.hidden_size), jnp.float32)
+        params = DraftHead(config).init(key, state, token)
+    else:
+        params = Transformer(config).init(key, token)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
@@ -36,6 +49,8 @@ def fuse_params(params: Params) -> Params:
     for name in [name for name in tree if name.startswith("layers_")]:
         layer = dict(tree[name])
         for module, fused, parts in _FUSED:
+            if module not in layer:  # a draft head has no attention
+                continue
             linears = dict(layer[module])
             linears[fused] = _join([linears.pop(part) for part in parts])
             layer[module] = linears

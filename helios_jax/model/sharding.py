@@ -29,6 +29,7 @@ LOGICAL_AXES = {
     "down/bias": ("embed",),
     "attention_norm/scale": ("embed",),
     "ffn_norm/scale": ("embed",),
+    "token_norm/scale": ("embed",),
     "final_norm/scale": ("embed",),
     "lm_head/kernel": ("embed", "vocab"),
 }

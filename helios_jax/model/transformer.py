@@ -65,19 +65,23 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); `fused` holds gate and up as one."""
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); `fused` holds gate and up as one.
+
+    x is `num_inputs` times as wide as what comes out.
+    """
 
     config: ModelConfig
     fused: bool
+    num_inputs: int = 1
 
     def setup(self):
         config = self.config
         D, F = config.hidden_size, config.intermediate_size
         if self.fused:
-            self.gate_up = Linear(D, 2 * F, config.mlp_bias)
+            self.gate_up = Linear(self.num_inputs * D, 2 * F, config.mlp_bias)
         else:
-            self.gate = Linear(D, F, config.mlp_bias)
-            self.up = Linear(D, F, config.mlp_bias)
+            self.gate = Linear(self.num_inputs * D, F, config.mlp_bias)
+            self.up = Linear(self.num_inputs * D, F, config.mlp_bias)
         self.down = Linear(F, D, config.mlp_bias)
 
     def __call__(self, hidden_BTD: jax.Array) -> jax.Array:

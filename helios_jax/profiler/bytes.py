@@ -80,15 +80,18 @@ class StepBytes(NamedTuple):
 
 def num_matmul_weights(config: ModelConfig) -> tuple[int, int]:
     """Weights of all linears of the layers, and of the output head."""
-    D, H = config.hidden_size, config.head_dim
-    attention = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H
-    ffn = 3 * D * config.intermediate_size
-    return config.num_layers * (attention + ffn), config.vocab_size * D
+    layer = sum(inputs * outputs for inputs, outputs in linear_shapes(config))
+    return config.num_layers * layer, config.vocab_size * config.hidden_size
 
 
 def linear_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """(inputs, outputs) of each linear of a layer: q, k, v, o, gate, up, down."""
+    """(inputs, outputs) of each linear of a layer: q, k, v, o, gate, up, down.
+
+    Of a draft head: gate and up, which see state and token, and down.
+    """
     D, F = config.hidden_size, config.intermediate_size
+    if config.is_draft_head:
+        return [(2 * D, F), (2 * D, F), (F, D)]
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return [(D, query), (D, kv), (D, kv), (query, D), (D, F), (D, F), (F, D)]
 
@@ -108,6 +111,8 @@ def linear_bytes(config: ModelConfig, formats: Formats) -> float:
 def vector_bytes(config: ModelConfig) -> int:
     """Of norms and biases, which are served in float32."""
     D, F = config.hidden_size, config.intermediate_size
+    if config.is_draft_head:
+        return 4 * (config.num_layers * (D + (2 * F + D) * config.mlp_bias) + 2 * D)
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = 2 * D + 2 * config.head_dim * config.qk_norm
     layer += (query + 2 * kv) * config.qkv_bias + D * config.attention_output_bias
@@ -123,8 +128,17 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> float:
 
 
 def kv_bytes_per_token(config: ModelConfig, kv_bits: int) -> int:
-    """Keys and values of one token in all layers."""
+    """Keys and values of one token in all layers; a draft head has none."""
+    if config.is_draft_head:
+        return 0
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_bits // 8
+
+
+def attention_flops(config: ModelConfig) -> float:
+    """Of one query position and one key position in all layers; a draft head has none."""
+    if config.is_draft_head:
+        return 0.0
+    return 4.0 * config.num_layers * config.num_heads * config.head_dim
 
 
 def step_bytes(
@@ -169,6 +183,6 @@ def step_seconds(
         config, formats, num_tokens=num_tokens, num_sampled=num_sampled, kv_tokens=kv_tokens
     ).total
     linears, head = num_matmul_weights(config)
-    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim
-    flops = 2.0 * linears * num_tokens + 2.0 * head * num_sampled + attention * attended_tokens
+    flops = 2.0 * linears * num_tokens + 2.0 * head * num_sampled
+    flops += attention_flops(config) * attended_tokens
     return jnp.maximum(moved / hardware.bytes_per_second, flops / hardware.flops_per_second)

@@ -91,17 +91,37 @@ def weights_as_stored(params: Any) -> Weights:
     """
 
     def read(leaf: Any) -> float:
-        if isinstance(leaf, QuantTensor):
+        if _is_quant(leaf):
             return _nbytes(leaf)
         return float(leaf.size) * (4 if leaf.ndim == 1 else 2)
 
     tree = dict(params["params"])
     table = tree.pop("embed")["embedding"]
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+    leaves = jax.tree.leaves(tree, is_leaf=_is_quant)
     once = sum(map(read, leaves))
     if "lm_head" not in tree:
         once += read(table)
     return Weights(once, read(table) / _leading(table))
+
+
+def formats_as_stored(params: Any) -> Formats:
+    """Of a checkpoint's parameters, by its first quantised linear and its embedding."""
+    tree = dict(params["params"])
+    table = tree.pop("embed")["embedding"]
+    head_bits = (
+        8 * _nbytes(table) / (table.out_features * table.in_features) if _is_quant(table) else 16
+    )
+    tree.pop("lm_head", None)
+    linears = filter(_is_quant, jax.tree.leaves(tree, is_leaf=_is_quant))
+    first = next(linears, None)
+    if first is None:
+        return Formats(weight_bits=16, head_bits=head_bits)
+    zero_bits = 16 if first.offset is not None else first.bits if first.zero is not None else 0
+    return Formats(first.bits, first.group_size, zero_bits=zero_bits, head_bits=head_bits)
+
+
+def _is_quant(leaf: Any) -> bool:
+    return isinstance(leaf, QuantTensor)
 
 
 def weights_of_formats(config: ModelConfig, formats: Formats) -> Weights:
@@ -128,8 +148,8 @@ def decode_bytes(
       weights: of the target.
       activation_bits: between layers.
       num_draft_tokens: gamma, of every row; the target's pass then has 1 + gamma tokens a row.
-      draft: the draft model, whose keys and values have `kv_bits` too; None where drafting reads no
-        weights (prompt lookup).
+      draft: the draft model, whose keys and values have `kv_bits` too, or a draft head, without
+        any; None where drafting reads no weights (prompt lookup).
     """
     for name, value, least in (
         ("num_rows", num_rows, 1),

@@ -35,6 +35,7 @@ from helios_jax.speculative.controller import (
     expected_tokens,
 )
 from helios_jax.speculative.costs import measure_costs
+from helios_jax.speculative.draft_head import HiddenStateDraft
 from helios_jax.speculative.draft_model import DraftModel
 from helios_jax.speculative.draft_vocabulary import DraftVocabulary, ReducedParams
 from helios_jax.speculative.drafting import draw_drafts
@@ -73,6 +74,7 @@ __all__ = [
     "DraftVocabulary",
     "DriftEvent",
     "FixedLength",
+    "HiddenStateDraft",
     "PagedRows",
     "PromptLookup",
     "Proposer",

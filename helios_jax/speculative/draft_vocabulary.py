@@ -58,7 +58,7 @@ class DraftVocabulary:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ReducedParams:
-    """What `DraftModel` takes as `params` of a model with a `DraftVocabulary`.
+    """What `DraftModel` and `HiddenStateDraft` take as `params`, with a `DraftVocabulary`.
 
     Attributes:
       model: the model's own parameters.

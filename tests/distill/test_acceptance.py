@@ -130,7 +130,9 @@ def test_intervals_are_over_prompts():
     # A mean of 20 coin flips: 1.96 * 0.5 / sqrt(20) to each side.
     assert uneven.value == 0.5
     assert uneven.high - uneven.low == pytest.approx(0.44, abs=0.08)
-    assert length(counts_of([(2, 4), (6, 16)])) == 2
+    assert length(counts_of([(2, 4), (6, 16)])).value == 2
+    # Eight of eight, or none: 1 + 2, or 1.
+    assert length(counts_of([(8, 8)])) == (3, 3, 3)
 
 
 def test_what_is_measured_of_one_proposer():
@@ -159,7 +161,7 @@ def test_the_tables_hold_every_proposer_category_length_and_context():
     ]
     [drafted] = summarise("draft", counts, overlaps)
     [looked] = summarise("lookup", counts[:1], None)
-    assert drafted.rate.value == 0.75 and drafted.acceptance_length == 2.5
+    assert drafted.rate.value == 0.75 and drafted.acceptance_length.value == 2.5
     assert {name: found.value for name, found in drafted.by_category.items()} == {"a": 1, "b": 0.5}
     assert {name: found.value for name, found in drafted.by_prompt_length.items()} == {
         "0 to 127": 1, "128 to 255": 0.5,

@@ -3,6 +3,7 @@
 import errno
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -21,6 +22,7 @@ def sequences(seed: int, whole: bool = False) -> list[Sequence]:
             None if whole else ids,
             random.normal(size=(num_sampled, K)).astype(np.float32),
             np.full(num_sampled, -np.inf, np.float32),
+            random.normal(size=(num_sampled, 8)).astype(ml_dtypes.bfloat16) if whole else None,
         )
         tokens = random.integers(100, size=num_prompt + num_sampled).astype(np.int32)
         made.append(Sequence(tokens, int(num_prompt), 0.5, labels))

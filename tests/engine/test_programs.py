@@ -1,7 +1,9 @@
 """Are the compiled stages what they must be: none copies the pools, none is compiled again?"""
 
 import dataclasses
+import gc
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.monitoring
@@ -10,6 +12,7 @@ import pytest
 
 from helios_jax.engine import EngineError, Variant, engine_step, init_state, programs
 from helios_jax.engine.arrivals import make_arrivals
+from helios_jax.engine.programs import Programs
 from helios_jax.engine.requests import EngineRequest, Targets, start_rows
 from helios_jax.scheduler import ACCEPTED
 from helios_jax.scheduler.urgency import deadline
@@ -79,6 +82,27 @@ def test_memory_maps_that_run_short_end_no_process(monkeypatch):
     engine.submit([1, 2], GREEDY)
     with pytest.raises(EngineError, match="65,000 of the 65,530 memory maps .*max_map_count"):
         drain(engine)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts Linux's memory maps")
+def test_forgotten_programs_are_really_freed():
+    """JAX keeps what it compiled for as long as the function lives, so each has its own."""
+    programs.forget()
+    gc.collect()
+    before, _ = programs._memory_maps()
+    compiled = Programs()
+    for n in range(4):
+        # Of another size each time; 8 fusions have memory of their own.
+        engine = make_engine(max_num_rows=8, kv_cache_memory_bytes=(2 + n) << 18)
+        state, config = engine._device.state, engine.step_config
+        compiled.run("end", n, (state,), config=config)
+    full, _ = programs._memory_maps()
+    assert full > before + 40
+    del compiled, engine, state
+    programs.forget()
+    gc.collect()
+    after, _ = programs._memory_maps()
+    assert after < before + 0.25 * (full - before)
 
 
 def test_the_whole_step_as_one_program(engine):

@@ -14,20 +14,23 @@ import pytest
 from helios_jax.cache.paged import KVPools
 from helios_jax.engine import Engine, Variant, programs, replay
 from helios_jax.engine.drafts import Drawn, draw_shortest
-from helios_jax.model import Transformer
-from helios_jax.sampling import SamplingParams, sampling_shapes
+from helios_jax.model import DraftHead, Transformer, init_params
+from helios_jax.sampling import SamplingParams, sampling_shapes, stack_sampling
 from helios_jax.scheduler.urgency import deadline
 from helios_jax.speculative import (
     AdaptiveLength,
     CostTable,
     Draft,
     DraftModel,
+    HiddenStateDraft,
     PromptLookup,
     Proposer,
     Speculation,
     SpeculationParams,
     assumed_costs,
     no_draft,
+    read_acceptance,
+    speculative_generate,
 )
 from tests import tiny
 from tests.engine.conftest import (
@@ -421,3 +424,34 @@ def test_a_request_is_told_how_its_own_drafts_fared():
         assert min(counted) > 0
         assert sum(counted) == after[name] - before.get(name, 0)
     assert outputs[0].acceptance.acceptance_rate > 0.5
+
+
+def test_a_head_on_hidden_states_drafts_in_an_engine_as_by_itself():
+    """The engine hands it the state that the library's loop does: the same drafts are accepted."""
+    form, _, config = model()
+    head = DraftHead(dataclasses.replace(config, is_draft_head=True))
+    params = init_params(head.config, jax.random.key(2))
+    # Its logits are a little like the target's, whose table it has.
+    params["params"]["embed"] = {"embedding": form.params["params"]["embed"]["embedding"]}
+    speculation = Speculation(HiddenStateDraft(head), 2)
+    extra = SpeculationParams(params)
+    engine = speculating(speculation, extra)
+    drawn = prompts(2, 3, 20)
+    wanted = dataclasses.replace(GREEDY, max_tokens=24)
+    found = serve(engine, [(prompt, wanted, True) for prompt in drawn])
+    assert found == [expected(prompt, wanted) for prompt in drawn]
+    # The engine draws a first token before it drafts.
+    known = [[*prompt, tokens[0]] for prompt, tokens in zip(drawn, found, strict=True)]
+    lengths, rest = [len(row) for row in known], dataclasses.replace(wanted, max_tokens=23)
+    output = speculative_generate(
+        (form.model, form.params), (speculation.proposer, params),
+        np.array([row + [0] * (max(lengths) - len(row)) for row in known]), np.array(lengths),
+        stack_sampling([rest] * len(known), vocab_size=config.vocab_size), 23,
+        max_num_draft_tokens=2,
+    )  # fmt: skip
+    assert output.tokens.tolist() == [tokens[1:] for tokens in found]
+    metrics = engine.metrics()
+    assert (
+        metrics["num_accepted_tokens"] == read_acceptance(output.telemetry).total.num_accepted > 0
+    )
+    assert_empty(engine)

@@ -1,8 +1,13 @@
 """Does the byte model agree with sums done by hand?"""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from helios_jax.config import ModelConfig
+from helios_jax.model import init_params
 from helios_jax.profiler import (
     GPUS,
     Formats,
@@ -14,6 +19,8 @@ from helios_jax.profiler import (
     step_seconds,
     weight_bytes,
 )
+from helios_jax.profiler.bytes import vector_bytes
+from tests import tiny
 
 LLAMA_8B = ModelConfig(
     "llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32,
@@ -80,3 +87,16 @@ def test_impossible_values_are_refused():
         Formats(kv_bits=0)
     with pytest.raises(ValueError, match="bytes_per_second=0"):
         Hardware(bytes_per_second=0, flops_per_second=1)
+
+
+def test_a_draft_head_has_the_bytes_of_its_arrays():
+    config = dataclasses.replace(tiny.config(), is_draft_head=True, num_layers=3)
+    params = init_params(config, jax.random.key(0), jnp.bfloat16)
+    leaves = jax.tree.leaves(params)
+    formats = Formats(weight_bits=16, head_bits=16)
+    matrices = sum(leaf.nbytes for leaf in leaves if leaf.ndim == 2)
+    assert weight_bytes(config, formats) == matrices
+    assert vector_bytes(config) == 2 * sum(leaf.nbytes for leaf in leaves if leaf.ndim == 1)
+    moved = step_bytes(config, formats, num_tokens=1, num_sampled=1, kv_tokens=1000)
+    assert moved.kv_read == moved.kv_written == 0
+    assert moved.linears + moved.head == matrices

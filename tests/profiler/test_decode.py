@@ -12,6 +12,7 @@ from helios_jax.model.forms import serving_form
 from helios_jax.profiler import (
     Formats,
     decode_bytes,
+    formats_as_stored,
     kv_bytes_per_token,
     weights_as_stored,
     weights_of_formats,
@@ -123,3 +124,25 @@ def test_impossible_rounds_are_refused():
     weights = weights_of_formats(ARTICLE, Formats())
     with pytest.raises(ValueError, match="num_rows=0"):
         decode_bytes(ARTICLE, weights, num_rows=0, context_tokens=1, kv_bits=8)
+
+
+@pytest.mark.parametrize("bits, asymmetric", [(4, False), (3, True), (8, False), (None, False)])
+def test_what_is_stored_is_recognised(bits, asymmetric):
+    """Its bytes predicted from the formats alone are those of the arrays."""
+    config = CONFIGS["tied"]
+    params = init_params(config, jax.random.key(0))
+    if bits is not None:
+        scheme = Scheme(bits, 32, "asymmetric" if asymmetric else "full")
+        layers = {
+            name: jax.tree.map(lambda leaf: rtn(leaf.T, scheme) if leaf.ndim == 2 else leaf, layer)
+            for name, layer in params["params"].items()
+            if name.startswith("layers_")
+        }
+        params = {"params": params["params"] | layers}
+    formats = formats_as_stored(params)
+    assert formats.weight_bits == (bits or 16) and formats.head_bits == 16
+    predicted = weights_of_formats(config, formats)
+    found = weights_as_stored(params)
+    # Scales are float32 here, and a zero point takes 16 bits where files pack it.
+    assert predicted.once == pytest.approx(found.once, rel=0.2)
+    assert formats.zero_bits == (bits if asymmetric else 0 if bits else None)
