@@ -276,7 +276,7 @@ def _replayed(inputs: Inputs, quick: bool) -> list[Part]:
         "--length-scale", "0.1" if quick else "0.12",
         "--max-model-len", "256" if quick else "512",
         "--max-num-seqs", "2" if quick else "4",
-        "--max-num-batched-tokens", "64" if quick else "128", "--text", inputs.text,
+        "--max-num-batched-tokens", "128", "--text", inputs.text,
     )  # fmt: skip
 
     def traffic(sample: str, time_stretch: str) -> tuple[str, ...]:
