@@ -37,7 +37,7 @@ def evidence(
         bool,
         typer.Option(
             "--quick",
-            help="Less of everything: 16 of its 19 parts took 623 s in all on one shared core.",
+            help="Less of everything: 827 s in all on two cores, some of it beside other work.",
         ),
     ] = False,
     check: Annotated[
