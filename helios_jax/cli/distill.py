@@ -171,10 +171,11 @@ def distill(
         student = read_draft(hub.resolve_draft(init), checkpoint.tokenizer)
     if shape is not None:
         shape.check(checkpoint.config)
+    is_head = shape is not None and shape.is_head
     if student is not None and student.config.is_draft_head:
         head = draft_proposer(model_of(student.config), student.vocabulary)
         head.check(model_of(checkpoint.config))
-    is_head = shape.is_head if shape is not None else student.config.is_draft_head  # pyright: ignore[reportOptionalMemberAccess]
+        is_head = True
     require(
         not (is_head and on_policy),
         f"on_policy={on_policy}: a draft head learns from the target's samples alone; give 0",

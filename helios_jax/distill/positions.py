@@ -60,8 +60,6 @@ class PositionBatches:
           num_draft_tokens: J, how far a head is unrolled.
           vocabulary, rows_multiple: as for `Batches`.
         """
-        require(bool(sequences), "training data: holds no sequences; sample some")
-        require(tokens_per_batch >= 1, f"tokens_per_batch={tokens_per_batch}: must be at least 1")
         labels = [sequence.labels for sequence in sequences]
         require(
             all(label.hidden_ND is not None for label in labels),

@@ -69,7 +69,8 @@ def resolve(model: str | os.PathLike, progress: Progress | None = None) -> Path:
 def resolve_draft(draft: str | os.PathLike, progress: Progress | None = None) -> Path:
     """`resolve` for a draft; "default" is the one that comes with this package.
 
-    It was distilled for the embedded model, see `helios_jax/distill/results/README.md`.
+    It was distilled for the embedded model, see `helios_jax/distill/results/README.md`. Write
+    `./default` for a folder of that name.
     """
     if os.fspath(draft) == "default":
         return resolve(Path(__file__).parent / "default_draft")

@@ -92,7 +92,7 @@ def test_forgotten_programs_are_really_freed():
     before, _ = programs._memory_maps()
     compiled = Programs()
     for n in range(4):
-        # Of another size each time; 8 fusions have memory of their own.
+        # Of another size each time, so that each is compiled.
         engine = make_engine(max_num_rows=8, kv_cache_memory_bytes=(2 + n) << 18)
         state, config = engine._device.state, engine.step_config
         compiled.run("end", n, (state,), config=config)
