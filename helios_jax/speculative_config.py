@@ -90,12 +90,11 @@ def load_speculation(
     J = _NUM_DRAFT_TOKENS[str(method)] if J is None else J
 
     def speculation(proposer: Proposer) -> Speculation:
-        # A pass over two tokens costs a CPU hardly more than one over a single token, see
-        # `quant.expanded`; those over three and more differ little.
-        is_worth_it = options["controller"] == "adaptive" and type(J) is int and J > 1
-        return Speculation(
-            proposer, J, controller, intermediate_lengths=(1,) if is_worth_it else ()
-        )
+        # A CPU's pass costs what its tokens cost (`quant.expanded`): with one program for two
+        # tokens and one for five a short draft does not pay for a long one's.
+        chooses = options["controller"] == "adaptive" and type(J) is int
+        lengths = tuple(n for n in (1, 4) if chooses and n < J)
+        return Speculation(proposer, J, controller, intermediate_lengths=lengths)
 
     if method == "ngram":
         proposer = PromptLookup(options["prompt_lookup_max"], options["prompt_lookup_min"])

@@ -1,7 +1,7 @@
 """What does each technique add? The article's five configurations on one trace, one after another.
 
 Each row keeps what the rows before it brought. On a CPU `4-bit weights` serves the checkpoint's
-4-bit codes in the form that is fast there (int8 rows for one or two rows, bfloat16 for more), so
+4-bit codes in the form that is fast there (int8 weights for few rows, bfloat16 for more), so
 that the row shows what it does to a GPU only on a GPU.
 """
 

@@ -4,7 +4,7 @@ The one `dtype` option chooses:
 
     float32    everything dense in float32: the reference mode
     bfloat16   linears dense in bfloat16
-    int8       CPU: int8 rows for one or two rows of activations, bfloat16 for more
+    int8       CPU: int8 weights for few rows of activations (up to 12; 2 on jax 0.10), bfloat16 for more
     int4       as stored: QuantTensors go to the kernels unexpanded
     auto       CPU: int8; elsewhere int4 for a quantised checkpoint, bfloat16 for another
 
@@ -21,6 +21,7 @@ from helios_jax.model.draft_head import DraftHead
 from helios_jax.model.params import Params, fuse_params, model_of, separate_head
 from helios_jax.model.transformer import Transformer
 from helios_jax.quant import QuantTensor, expand
+from helios_jax.quant.expanded import MAX_INT8_ROWS
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 
@@ -124,7 +125,7 @@ def draft_form(
 _DESCRIPTIONS = {
     "float32": "float32 weights and activations (reference mode)",
     "bfloat16": "bfloat16 weights",
-    "int8": "int8 weights for one or two rows, bfloat16 for more",
+    "int8": f"int8 weights for up to {MAX_INT8_ROWS} rows, bfloat16 for more",
     "int4": "weights as stored (INT4), dequantised in the matmul",
 }
 

@@ -27,10 +27,14 @@ def test_forms():
     assert not codes[:, 3].any() and form.scale_N[3] == 0
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs"),
+    [(rows, width) for rows in (1, 2, 3, 5, 12) for width in (33, 192)
+     if rows <= (2 if width == 33 else MAX_INT8_ROWS)],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_row_matmul(num_rows, dtype):
-    weight = random_weight(96, 33)
+def test_row_matmul(num_rows, num_outputs, dtype):
+    weight = random_weight(96, num_outputs)
     weight[:, 5] = 0
     form = expand(jnp.asarray(weight))
     inputs = jnp.asarray(random_weight(num_rows, 96, seed=1), dtype)
@@ -42,20 +46,32 @@ def test_row_matmul(num_rows, dtype):
     assert not np.any(actual[:, 5])
 
 
-@pytest.mark.parametrize("shape", [(96,), (1, 96), (2, 96), (1, 2, 96), (3, 96), (2, 2, 96)])
-def test_rows_choose_the_form(shape):
-    """One or two rows run on int8 codes, more on bfloat16; the result keeps the inputs' shape."""
-    weight = random_weight(96, 16)
+@pytest.mark.skipif(MAX_INT8_ROWS == 2, reason="this jax's tiles are slow, and not used")
+def test_tiles_and_vectors_sum_alike():
+    """How many rows share a pass changes none of them by a bit."""
+    form = expand(jnp.asarray(random_weight(96, 192)))
+    inputs = jnp.asarray(random_weight(5, 96, seed=1))
+    together = jax.jit(expanded._sum_in_tiles)(inputs, form.int8_KN)
+    alone = [jax.jit(expanded._sum_in_vectors)(row[None], form.int8_KN)[0] for row in inputs]
+    np.testing.assert_array_equal(together, np.stack(alone))
+
+
+@pytest.mark.parametrize("num_outputs", [16, 128])
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 2, 96), (3, 96), (3, 4, 96), (13, 96)])
+def test_rows_choose_the_form(shape, num_outputs):
+    """Few rows run on int8 codes, more on bfloat16; the result keeps the inputs' shape."""
+    weight = random_weight(96, num_outputs)
     form = expand(jnp.asarray(weight))
     num_rows = int(np.prod(shape[:-1]))
-    assert form.serves_rows(num_rows) == (num_rows <= MAX_INT8_ROWS)
+    few = num_rows <= (2 if num_outputs % 64 else MAX_INT8_ROWS)
+    assert form.serves_rows(num_rows) == few
     inputs = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
     int8 = np.asarray(form.int8_KN, np.float64) * np.asarray(form.scale_N, np.float64)
     dense = np.asarray(form.dense_KN, np.float64)
     rounded = inputs.astype(ml_dtypes.bfloat16).astype(np.float64)
-    expected = inputs @ int8 if num_rows <= MAX_INT8_ROWS else rounded @ dense
+    expected = inputs @ int8 if few else rounded @ dense
     actual = float32_matmul(jnp.asarray(inputs), form)
-    assert actual.shape == (*shape[:-1], 16)
+    assert actual.shape == (*shape[:-1], num_outputs)
     np.testing.assert_allclose(actual, expected, atol=2e-5)
     assert matmul(jnp.asarray(inputs, jnp.bfloat16), form).dtype == jnp.bfloat16
 
