@@ -34,14 +34,15 @@ def load(config, target):
 def test_prompt_lookup(target):
     config = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3}
     speculation, extra = load(config, target)
-    assert speculation.proposer == PromptLookup(max_ngram=3, min_ngram=1)
+    assert speculation.proposer == PromptLookup(max_ngram=3, min_ngram=2)
     assert speculation.max_num_draft_tokens == 6 and extra.proposer is None
     assert speculation.controller == AdaptiveLength()
-    assert speculation.pass_lengths == (0, 1, 6)
+    assert speculation.pass_lengths == (0, 1, 4, 6)
     speculation, _ = load({"method": "ngram"}, target)
     assert speculation.max_num_draft_tokens == 10
-    one, _ = load({"method": "ngram", "num_speculative_tokens": 1}, target)
+    one, _ = load({"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 1}, target)
     assert one.pass_lengths == (0, 1)
+    assert one.proposer == PromptLookup(max_ngram=1, min_ngram=1)
 
 
 def test_a_draft_model(target, tmp_path):
@@ -87,7 +88,7 @@ def test_a_draft_of_other_tokens_or_for_another_target(target, tmp_path):
         ({"method": "draft_model"}, "a draft model needs one"),
         ({"method": "ngram", "num_tokens": 3}, "'num_tokens' is unknown; must be one of method"),
         ({"method": "ngram", "controller": "pid"}, "controller='pid': must be one of fixed"),
-        ({"method": "ngram", "prompt_lookup_max": 0}, "min_ngram=1, max_ngram=0: must be"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "min_ngram=0, max_ngram=0: must be"),
         ({"method": "ngram", "num_speculative_tokens": -1}, "max_num_draft_tokens=-1"),
     ],
 )

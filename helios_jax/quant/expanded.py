@@ -24,7 +24,7 @@ _TILES_ARE_FAST = jax.__version_info__ >= (0, 11)
 # More rows than this are served by the bfloat16 form.
 MAX_INT8_ROWS = 12 if _TILES_ARE_FAST else 2
 # As many are summed in vectors, more in tiles.
-_MAX_VECTOR_ROWS = 2
+_MAX_VECTOR_ROWS = 1 if _TILES_ARE_FAST else 2
 # Weight rows per loop iteration: what LLVM turns into one vectorised pass without spilling.
 _ROW_BLOCK = 8 if _TILES_ARE_FAST else 16
 # Outputs of a tile: four registers of 16 floats for each row of activations.
