@@ -4,7 +4,7 @@
 
 Greedy decoding of one row by the engine: plain in its fastest form, with prompt lookup, and with
 the draft at several numbers of draft tokens. Tokens per second from the first token to the last; a
-warm-up before each. The prediction is the byte model's (`helios_jax.profiler`): the time to move
+run during which anything was compiled is repeated. The prediction is the byte model's (`helios_jax.profiler`): the time to move
 what a round moves, with the measured tokens per round, over that of plain decoding. It leaves out
 what a GPU needs to launch kernels, which for small models is most of it.
 """
@@ -27,10 +27,12 @@ from helios_jax.sampling import SamplingParams
 def decode_speed(llm: Any, prompts: Sequence[Prompt], max_tokens: int) -> dict[str, list[float]]:
     """Tokens per second of every prompt, by category."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    llm.generate([prompts[0].tokens], params)
     found: dict[str, list[float]] = {}
     for prompt in prompts:
-        [output] = llm.generate([prompt.tokens], params)
+        num_programs = None
+        while llm.engine.num_programs != num_programs:
+            num_programs = llm.engine.num_programs
+            [output] = llm.generate([prompt.tokens], params)
         seconds = output.timings.total_seconds - output.timings.ttft_seconds
         number = output.usage.completion_tokens - 1
         found.setdefault(prompt.category, []).append(number / seconds)
