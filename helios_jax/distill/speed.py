@@ -4,9 +4,11 @@
 
 Greedy decoding of one row by the engine: plain in its fastest form, with prompt lookup, and with
 the draft at several numbers of draft tokens. Tokens per second from the first token to the last; a
-run during which anything was compiled is repeated. The prediction is the byte model's (`helios_jax.profiler`): the time to move
-what a round moves, with the measured tokens per round, over that of plain decoding. It leaves out
-what a GPU needs to launch kernels, which for small models is most of it.
+run during which anything was compiled is repeated.
+
+The prediction is the byte model's (`helios_jax.profiler`): the time to move what a round moves,
+with the measured tokens per round, over that of plain decoding. It leaves out what a GPU needs to
+launch kernels, which for small models is most of it.
 """
 
 import argparse
