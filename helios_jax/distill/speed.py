@@ -14,7 +14,8 @@ launch kernels, which for small models is most of it.
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,50 @@ from helios_jax.distill.acceptance import Prompt, read_prompts
 from helios_jax.profiler import GPUS, Formats, Hardware, formats_as_stored, step_seconds
 from helios_jax.sampling import SamplingParams
 
+Rates = dict[str, list[float]]
 
-def decode_speed(llm: Any, prompts: Sequence[Prompt], max_tokens: int) -> dict[str, list[float]]:
-    """Tokens per second of every prompt, by category."""
+
+def decode_speeds(
+    llms: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    say: Callable[[str], Any] = lambda text: None,
+) -> dict[str, Rates]:
+    """Tokens per second of every prompt, by way and category.
+
+    Every prompt goes to all ways before the next, begun with another one each time, so that a
+    machine that slows down slows all of them.
+    """
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    found: dict[str, list[float]] = {}
-    for prompt in prompts:
-        num_programs = None
-        while llm.engine.num_programs != num_programs:
-            num_programs = llm.engine.num_programs
-            [output] = llm.generate([prompt.tokens], params)
-        seconds = output.timings.total_seconds - output.timings.ttft_seconds
-        number = output.usage.completion_tokens - 1
-        found.setdefault(prompt.category, []).append(number / seconds)
+    found: dict[str, Rates] = {name: {} for name in llms}
+    names = list(llms)
+    for index, prompt in enumerate(prompts):
+        first = index % len(names)
+        for name in (*names[first:], *names[:first]):
+            rate = _decode_speed(llms[name], prompt, params)
+            found[name].setdefault(prompt.category, []).append(rate)
+        say(f"prompt {index + 1} of {len(prompts)} ({prompt.category})")
     return found
+
+
+def _decode_speed(llm: Any, prompt: Prompt, params: SamplingParams) -> float:
+    while True:
+        num_programs = llm.engine.num_programs
+        [output] = llm.generate([prompt.tokens], params)
+        if llm.engine.num_programs == num_programs:
+            seconds = output.timings.total_seconds - output.timings.ttft_seconds
+            return (output.usage.completion_tokens - 1) / seconds
+
+
+def speed_ups(found: Mapping[str, Rates], peer: str) -> dict[str, Rates]:
+    """Of every way over `peer`, prompt by prompt."""
+    return {
+        name: {
+            category: [rate / base for rate, base in zip(rates[category], bases, strict=True)]
+            for category, bases in found[peer].items()
+        }
+        for name, rates in found.items()
+    }
 
 
 def predicted_speed_up(
@@ -71,6 +102,10 @@ def predicted_speed_up(
     verify = seconds(target, target_formats, num_draft_tokens + 1)
     drafting = num_draft_tokens * seconds(draft, draft_formats, 1)
     return tokens_per_round * plain / (verify + drafting)
+
+
+def _median(rates: Rates) -> float:
+    return float(np.median([rate for values in rates.values() for rate in values]))
 
 
 def main() -> None:
@@ -109,22 +144,27 @@ def main() -> None:
     ]
     target, draft = (checkpoint.config for checkpoint in checkpoints)
     formats = [formats_as_stored(read_params(checkpoint)) for checkpoint in checkpoints]
-    results: dict[str, dict[str, list[float]]] = {}
-    tokens_per_round: dict[str, float] = {}
-    for name, (dtype, config) in ways.items():
-        llm = load(
+    llms = {
+        name: load(
             given.target, dtype=dtype, max_num_seqs=1, seed=0, speculative_config=config,
             max_model_len=min(2048, target.max_model_len), enable_prefix_caching=False,
-        )  # fmt: skip
-        prompts = read_prompts(given.prompts, llm.tokenizer, given.per_category, given.max_prompt)
-        results[name] = decode_speed(llm, prompts, given.max_tokens)
-        report = llm.engine.acceptance()
-        if report is not None and report.acceptance_length is not None:
-            tokens_per_round[name] = report.acceptance_length
-        del llm
-        print(
-            name, {c: round(float(np.median(v)), 1) for c, v in results[name].items()}, flush=True
         )
+        for name, (dtype, config) in ways.items()
+    }  # fmt: skip
+    tokenizer = next(iter(llms.values())).tokenizer
+    prompts = read_prompts(given.prompts, tokenizer, given.per_category, given.max_prompt)
+    results = decode_speeds(llms, prompts, given.max_tokens, partial(print, flush=True))
+    tokens_per_round = {
+        name: report.acceptance_length
+        for name, llm in llms.items()
+        if (report := llm.engine.acceptance()) is not None and report.acceptance_length is not None
+    }
+    medians = {name: _median(rates) for name, rates in results.items()}
+    fastest = max(
+        (name for name, (_, config) in ways.items() if config is None),
+        key=lambda name: medians[name],
+    )
+    ratios = speed_ups(results, fastest)
     predictions = {
         f"{name}, {device}": predicted_speed_up(
             target, draft, GPUS[device.lower()].hardware, num_draft_tokens=gamma,
@@ -138,11 +178,17 @@ def main() -> None:
     categories = list(next(iter(results.values())))
     lines = [
         [name, *(f"{np.median(found[category]):.1f}" for category in categories),
-         f"{np.median([x for values in found.values() for x in values]):.1f}",
+         f"{medians[name]:.1f}",
          f"{tokens_per_round[name]:.2f}" if name in tokens_per_round else "-"]
         for name, found in results.items()
     ]  # fmt: skip
     text = table(["tokens/s, one row", *categories, "all", "tokens per round"], lines)
+    lines = [
+        [name, *(f"{np.median(found[category]):.2f}" for category in categories),
+         f"{_median(found):.2f}"]
+        for name, found in ratios.items()
+    ]  # fmt: skip
+    text += "\n\n" + table([f"to {fastest}, by prompt", *categories, "all"], lines)
     text += "\n\n" + table(
         ["Predicted by the byte model, not measured", "speed-up"],
         [[name, f"{value:.2f}"] for name, value in predictions.items()],
@@ -151,6 +197,7 @@ def main() -> None:
     if given.json is not None:
         content = {
             "circumstances": circumstances(), "tokens_per_second": results,
+            "speed_up": ratios, "fastest_plain": fastest,
             "tokens_per_round": tokens_per_round, "predicted_speed_up": predictions,
             "formats": [dataclasses.asdict(form) for form in formats],
         }  # fmt: skip

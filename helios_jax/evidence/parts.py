@@ -283,7 +283,7 @@ def _replayed(inputs: Inputs, quick: bool) -> list[Part]:
         return ("--sample", sample, "--time-stretch", time_stretch)
 
     replay = ("replay", inputs.trace, inputs.model)
-    all_of_it = traffic("0.1", "0.05") if quick else traffic("0.5", "0.25")
+    all_of_it = traffic("0.06", "0.03") if quick else traffic("0.5", "0.25")
     some = traffic("0.04", "0.02") if quick else traffic("0.2", "0.1")
     # A part each, so that what is done of them is kept.
     parts = [
