@@ -2,9 +2,10 @@
 
     python -m helios_jax.distill.speed --draft DIR --prompts FILE --per-category 2 --json out.json
 
-Greedy decoding of one row by the engine: plain in its fastest form, with prompt lookup, and with
-the draft at several numbers of draft tokens. Tokens per second from the first token to the last; a
-run during which anything was compiled is repeated.
+Greedy decoding of one row by the engine: with prompt lookup, with the draft at several numbers of
+draft tokens, and plain in bfloat16, each in turn with plain decoding in the default form, prompt by
+prompt. Tokens per second from the first token to the last; a run during which anything was compiled
+is repeated.
 
 The prediction is the byte model's (`helios_jax.profiler`): the time to move what a round moves,
 with the measured tokens per round, over that of plain decoding. It leaves out what a GPU needs to
@@ -14,8 +15,7 @@ launch kernels, which for small models is most of it.
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +26,26 @@ from helios_jax.distill.acceptance import Prompt, read_prompts
 from helios_jax.profiler import GPUS, Formats, Hardware, formats_as_stored, step_seconds
 from helios_jax.sampling import SamplingParams
 
+# By category, one a prompt.
 Rates = dict[str, list[float]]
+_PLAIN = "plain, int8"
 
 
 def decode_speeds(
-    llms: Mapping[str, Any],
-    prompts: Sequence[Prompt],
-    max_tokens: int,
-    say: Callable[[str], Any] = lambda text: None,
-) -> dict[str, Rates]:
-    """Tokens per second of every prompt, by way and category.
+    llms: Sequence[Any], prompts: Sequence[Prompt], max_tokens: int
+) -> tuple[Rates, ...]:
+    """Tokens per second of every prompt, by category, for each of the models.
 
-    Every prompt goes to all ways before the next, begun with another one each time, so that a
-    machine that slows down slows all of them.
+    Every prompt goes to all of them before the next, begun with another one each time, so that a
+    machine that slows down slows all.
     """
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    found: dict[str, Rates] = {name: {} for name in llms}
-    names = list(llms)
+    found: tuple[Rates, ...] = tuple({} for _ in llms)
     for index, prompt in enumerate(prompts):
-        first = index % len(names)
-        for name in (*names[first:], *names[:first]):
-            rate = _decode_speed(llms[name], prompt, params)
-            found[name].setdefault(prompt.category, []).append(rate)
-        say(f"prompt {index + 1} of {len(prompts)} ({prompt.category})")
+        for place in range(len(llms)):
+            which = (index + place) % len(llms)
+            rate = _decode_speed(llms[which], prompt, params)
+            found[which].setdefault(prompt.category, []).append(rate)
     return found
 
 
@@ -61,14 +58,11 @@ def _decode_speed(llm: Any, prompt: Prompt, params: SamplingParams) -> float:
             return (output.usage.completion_tokens - 1) / seconds
 
 
-def speed_ups(found: Mapping[str, Rates], peer: str) -> dict[str, Rates]:
-    """Of every way over `peer`, prompt by prompt."""
+def speed_ups(rates: Rates, plain: Rates) -> Rates:
+    """Prompt by prompt."""
     return {
-        name: {
-            category: [rate / base for rate, base in zip(rates[category], bases, strict=True)]
-            for category, bases in found[peer].items()
-        }
-        for name, rates in found.items()
+        category: [rate / base for rate, base in zip(rates[category], bases, strict=True)]
+        for category, bases in plain.items()
     }
 
 
@@ -113,6 +107,7 @@ def main() -> None:
     from helios_jax import hub, load
     from helios_jax.calibrate.evaluation import table
     from helios_jax.calibrate.record import circumstances
+    from helios_jax.engine.programs import forget
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m")
@@ -127,7 +122,6 @@ def main() -> None:
     given = parser.parse_args()
     gammas = given.num_draft_tokens or [2, 4]
     ways: dict[str, tuple[str, dict | None]] = {
-        "plain, int8": ("auto", None),
         "plain, bfloat16": ("bfloat16", None),
         "prompt lookup": (
             "auto", {"method": "ngram", "num_speculative_tokens": given.lookup_tokens}
@@ -144,27 +138,31 @@ def main() -> None:
     ]
     target, draft = (checkpoint.config for checkpoint in checkpoints)
     formats = [formats_as_stored(read_params(checkpoint)) for checkpoint in checkpoints]
-    llms = {
-        name: load(
+
+    def loaded(dtype: str, config: dict | None) -> Any:
+        return load(
             given.target, dtype=dtype, max_num_seqs=1, seed=0, speculative_config=config,
             max_model_len=min(2048, target.max_model_len), enable_prefix_caching=False,
+        )  # fmt: skip
+
+    results: dict[str, Rates] = {}
+    ratios: dict[str, Rates] = {}
+    tokens_per_round: dict[str, float] = {}
+    for name, (dtype, config) in ways.items():
+        # Two at a time: the programs of all would be more than a process may map.
+        llms = loaded("auto", None), loaded(dtype, config)
+        prompts = read_prompts(
+            given.prompts, llms[0].tokenizer, given.per_category, given.max_prompt
         )
-        for name, (dtype, config) in ways.items()
-    }  # fmt: skip
-    tokenizer = next(iter(llms.values())).tokenizer
-    prompts = read_prompts(given.prompts, tokenizer, given.per_category, given.max_prompt)
-    results = decode_speeds(llms, prompts, given.max_tokens, partial(print, flush=True))
-    tokens_per_round = {
-        name: report.acceptance_length
-        for name, llm in llms.items()
-        if (report := llm.engine.acceptance()) is not None and report.acceptance_length is not None
-    }
-    medians = {name: _median(rates) for name, rates in results.items()}
-    fastest = max(
-        (name for name, (_, config) in ways.items() if config is None),
-        key=lambda name: medians[name],
-    )
-    ratios = speed_ups(results, fastest)
+        plain, results[name] = decode_speeds(llms, prompts, given.max_tokens)
+        results[f"{_PLAIN}, beside {name}"] = plain
+        ratios[name] = speed_ups(results[name], plain)
+        report = llms[1].engine.acceptance()
+        if report is not None and report.acceptance_length is not None:
+            tokens_per_round[name] = report.acceptance_length
+        del llms
+        forget()
+        print(f"{name}: {_median(ratios[name]):.2f} of {_PLAIN}", flush=True)
     predictions = {
         f"{name}, {device}": predicted_speed_up(
             target, draft, GPUS[device.lower()].hardware, num_draft_tokens=gamma,
@@ -178,7 +176,7 @@ def main() -> None:
     categories = list(next(iter(results.values())))
     lines = [
         [name, *(f"{np.median(found[category]):.1f}" for category in categories),
-         f"{medians[name]:.1f}",
+         f"{_median(found):.1f}",
          f"{tokens_per_round[name]:.2f}" if name in tokens_per_round else "-"]
         for name, found in results.items()
     ]  # fmt: skip
@@ -188,7 +186,7 @@ def main() -> None:
          f"{_median(found):.2f}"]
         for name, found in ratios.items()
     ]  # fmt: skip
-    text += "\n\n" + table([f"to {fastest}, by prompt", *categories, "all"], lines)
+    text += "\n\n" + table([f"to {_PLAIN} beside it, by prompt", *categories, "all"], lines)
     text += "\n\n" + table(
         ["Predicted by the byte model, not measured", "speed-up"],
         [[name, f"{value:.2f}"] for name, value in predictions.items()],
@@ -197,7 +195,7 @@ def main() -> None:
     if given.json is not None:
         content = {
             "circumstances": circumstances(), "tokens_per_second": results,
-            "speed_up": ratios, "fastest_plain": fastest,
+            "speed_up": ratios,
             "tokens_per_round": tokens_per_round, "predicted_speed_up": predictions,
             "formats": [dataclasses.asdict(form) for form in formats],
         }  # fmt: skip
