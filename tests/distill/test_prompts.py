@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from helios_jax.calibrate.data import read_units
+from helios_jax.distill.acceptance import Prompt
 from helios_jax.distill.prompts import OPENERS, self_written, with_passages
 from helios_jax.distill.shapes import best_speed_up, least_acceptance
-from helios_jax.distill.speed import predicted_speed_up
+from helios_jax.distill.speed import decode_speeds, predicted_speed_up, speed_ups
 from helios_jax.profiler import GPUS, Formats
 from tests import tiny
 
@@ -85,6 +86,33 @@ def test_the_prediction_is_that_of_the_bytes():
     assert predict(h100, 3) == pytest.approx(3 * expected, rel=1e-3)
     assert predict(h200, 3) == pytest.approx(predict(h100, 3), rel=1e-3)
     assert predict(h100, 1, 0) == pytest.approx(1)
+
+
+class Timed:
+    """In an LLM's place: its runs take so long, and the second of them compiles something."""
+
+    def __init__(self, name, seconds, log):
+        self.name, self.seconds, self.log = name, list(seconds), log
+        self.engine = SimpleNamespace(num_programs=1)
+
+    def generate(self, prompts, params):
+        self.log.append(self.name)
+        seconds = self.seconds.pop(0)
+        if seconds > 100:
+            self.engine.num_programs += 1
+        timings = SimpleNamespace(total_seconds=seconds + 1, ttft_seconds=1)
+        usage = SimpleNamespace(completion_tokens=params.max_tokens)
+        return [SimpleNamespace(timings=timings, usage=usage)]
+
+
+def test_ways_are_timed_in_turn_and_a_run_that_compiled_again():
+    log = []
+    llms = [Timed("plain", [4, 2], log), Timed("drafting", [2, 1000, 1], log)]
+    prompts = [Prompt(category, [1]) for category in ("qa", "math")]
+    plain, drafting = decode_speeds(llms, prompts, max_tokens=9)
+    assert plain == {"qa": [2], "math": [4]} and drafting == {"qa": [4], "math": [8]}
+    assert log == ["plain", "drafting", "drafting", "drafting", "plain"]
+    assert speed_ups(drafting, plain) == {"qa": [2], "math": [2]}
 
 
 def test_the_best_number_of_draft_tokens_is_that_of_the_formula():
