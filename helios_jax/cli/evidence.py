@@ -37,7 +37,7 @@ def evidence(
         bool,
         typer.Option(
             "--quick",
-            help="Less of everything: 827 s in all on two cores, some of it beside other work.",
+            help="Less of everything: 709 s in all on two cores, most of it compiling.",
         ),
     ] = False,
     check: Annotated[
