@@ -4,7 +4,7 @@ The one `dtype` option chooses:
 
     float32    everything dense in float32: the reference mode
     bfloat16   linears dense in bfloat16
-    int8       CPU: int8 weights for up to 12 rows of activations (2 on jax 0.10), bfloat16 for more
+    int8       CPU: int8 weights for up to 12 rows (2 before jax 0.12), bfloat16 for more
     int4       as stored: QuantTensors go to the kernels unexpanded
     auto       CPU: int8; elsewhere int4 for a quantised checkpoint, bfloat16 for another
 

@@ -9,7 +9,7 @@ expands it. Measured on two Zen 5 cores, jax 0.12.0.1, the 120 fused linears of 
     bfloat16 dot            96.4   12.8   12.9   13.9   13.9   14.8   16.0
 
 Up to 12 rows therefore run on int8 weights with float32 activations (`row_matmul`), more rows on
-bfloat16. On jax 0.10.2 XLA:CPU makes no vectorised pass of tiles (145 ms for 5 rows) and vectors
+bfloat16. Before jax 0.12 XLA:CPU makes no vectorised pass of tiles (145 ms for 5 rows) and vectors
 want blocks of 16 weight rows (9.7 ms for one row of activations; 31 with 8): int8 serves two there.
 """
 
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_TILES_ARE_FAST = jax.__version_info__ >= (0, 11)
+_TILES_ARE_FAST = jax.__version_info__ >= (0, 12)
 # More rows than this are served by the bfloat16 form.
 MAX_INT8_ROWS = 12 if _TILES_ARE_FAST else 2
 # As many are summed in vectors, more in tiles.
