@@ -37,7 +37,7 @@ def evidence(
         bool,
         typer.Option(
             "--quick",
-            help="Less of everything: 709 s in all on two cores, most of it compiling.",
+            help="Less of everything: 709 s in all on two cores.",
         ),
     ] = False,
     check: Annotated[

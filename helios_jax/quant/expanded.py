@@ -96,8 +96,8 @@ def _sum_in_vectors(inputs_MK: jax.Array, int8_KN: jax.Array) -> jax.Array:
 def _sum_in_tiles(inputs_MK: jax.Array, int8_KN: jax.Array) -> jax.Array:
     """[M, N] from tiles of [M, `_TILE_WIDTH`] sums: the rows share one pass over the block.
 
-    LLVM unrolls a tile's rows, so that what reads and converts a weight is in the loop once; in
-    one [M, N] array the rows are the outer loop, and each would convert all weights again.
+    A tile's rows are an inner loop short enough to be unrolled, so that a weight can be read and
+    converted once for all; in one [M, N] array the rows are the outer loop (twice as slow).
     """
     num_rows, num_outputs = inputs_MK.shape[0], int8_KN.shape[1]
     num_tiles = num_outputs // _TILE_WIDTH
