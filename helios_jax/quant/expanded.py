@@ -97,7 +97,7 @@ def _sum_in_tiles(inputs_MK: jax.Array, int8_KN: jax.Array) -> jax.Array:
     """[M, N] from tiles of [M, `_TILE_WIDTH`] sums: the rows share one pass over the block.
 
     A tile's rows are an inner loop short enough to be unrolled, so that a weight can be read and
-    converted once for all; in one [M, N] array the rows are the outer loop (twice as slow).
+    converted once for all; in one [M, N] array the rows are the outer loop.
     """
     num_rows, num_outputs = inputs_MK.shape[0], int8_KN.shape[1]
     num_tiles = num_outputs // _TILE_WIDTH
